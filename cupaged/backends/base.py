@@ -1,0 +1,209 @@
+"""The operations a backend offers and their shape contracts. `reference.py` is their definition.
+
+The forward pass (model/llama.py) calls these on buffers that it got from `empty`, always through `out`, so that a
+backend may run them at once or record them and replay the record. `Array` is whatever the backend computes on (NumPy
+here, a device array elsewhere); only `upload` and `download` cross over.
+
+Names used in shapes: T tokens of the step (rows), S sequences, R rows whose logits are wanted, V vocabulary,
+H query heads, K key/value heads, D head_dim, E hidden size, F intermediate size, B blocks in the pool, P block_size.
+Activations are float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.tensor_source import TensorSource
+
+Array = Any
+Matrix = Any
+"""A packed weight matrix [out, in] with its optional bias; only the backend that made it knows the layout."""
+Embedding = Any
+"""A packed token table [V, E]; where a model ties its head, the same object also serves `linear`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """Where each row of a step reads and writes the paged cache. All arrays live on the backend.
+
+    Rows are sorted: the first `num_decode` sequences have one row each, the others one or more.
+
+    positions      int32 [T]       position of each row in its sequence
+    slots          int64 [T]       block * block_size + offset where the row's K and V go; -1: a padded lane, written nowhere
+    block_tables   int32 [S, max_blocks]   unused entries -1
+    query_start    int32 [S + 1]   rows of sequence s are query_start[s] .. query_start[s + 1]
+    context_lens   int32 [S]       tokens of context including this step's; 0: a padded lane, its output rows are zeros
+    num_decode     sequences with exactly one row, all before the others
+    max_context    the largest of context_lens, known on the host
+    """
+
+    positions: Array
+    slots: Array
+    block_tables: Array
+    query_start: Array
+    context_lens: Array
+    num_decode: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """Sampling parameters of R rows as NumPy arrays (the backend uploads what it needs).
+
+    temperature, top_p, min_p   float32 [R]; temperature 0 is greedy
+    top_k                       int32 [R]; 0: all
+    repetition, presence, frequency  float32 [R]; neutral at 1, 0, 0
+    seeds                       uint64 [R]
+    positions, indices          int32 [R]: absolute position of the token to choose, index within the request
+    row_ids                     int32 [R]: the row of the penalty counts
+    bias_start                  int32 [R + 1]; entries bias_start[r] .. bias_start[r + 1] of
+    bias_ids, bias_values       int32, float32 [N]: numbers added to row r's logits; -inf bans the token
+    penalised                   bool [R]: whether the row has penalties (its counts are kept up)
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    repetition: npt.NDArray[np.float32]
+    presence: npt.NDArray[np.float32]
+    frequency: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.int32]
+    indices: npt.NDArray[np.int32]
+    row_ids: npt.NDArray[np.int32]
+    bias_start: npt.NDArray[np.int32]
+    bias_ids: npt.NDArray[np.int32]
+    bias_values: npt.NDArray[np.float32]
+    penalised: npt.NDArray[np.bool_]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.temperature)
+
+
+class Backend(Protocol):
+    """A device that holds weights and KV blocks and computes the operations of a step.
+
+    Operations read their inputs and write `out` in full (all of it, and nothing else); `out` never overlaps an input
+    unless the operation says "in place". None of them allocates memory that outlives the call, apart from the ones
+    that load or create. The sampling state (penalty counts) is the only state that operations keep between calls.
+    """
+
+    name: str
+
+    # ---- memory
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """An uninitialised array."""
+        ...
+
+    def upload(self, array: npt.NDArray[Any]) -> Array:
+        """A device array with the content of a host array (which must not be changed until the step has run)."""
+        ...
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        """A host array with the content of a device array; waits for the operations that write it."""
+        ...
+
+    # ---- weights: the backend owns their layout
+
+    def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> Matrix:
+        """Pack [out_i, in] tensors, stacked along `out`, with an optional bias stacked likewise ([out_i] each)."""
+        ...
+
+    def load_vector(self, source: TensorSource) -> Array:
+        """A 1-d tensor (a norm's weight) as float32."""
+        ...
+
+    def load_embedding(self, source: TensorSource, *, tied: bool) -> Embedding:
+        """The token table [V, E]. `tied`: it will also be used as the matrix of `linear`."""
+        ...
+
+    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
+        """Key and value pools, each [num_layers, B, K, P, D], uninitialised (possibly NaN)."""
+        ...
+
+    # ---- the forward pass
+
+    def embedding(self, table: Embedding, token_ids: Array, out: Array) -> None:
+        """out[t] = table[token_ids[t]]; token_ids int32 [T], out [T, E]."""
+        ...
+
+    def linear(self, x: Array, matrix: Matrix, out: Array) -> None:
+        """out = x @ W.T + bias; x [T, in], out [T, out]."""
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; x, out [T, E] (arXiv 1910.07467)."""
+        ...
+
+    def add_rms_norm(self, x: Array, delta: Array, weight: Array, eps: float, out: Array) -> None:
+        """x += delta in place, then out = rms_norm(x); all [T, E]."""
+        ...
+
+    def head_rms_norm(self, qkv: Array, q_weight: Array, k_weight: Array, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        """Normalise each query and key head in place (Qwen3); qkv [T, (H + 2K) * D], weights [D]."""
+        ...
+
+    def rope_and_cache(
+        self, qkv: Array, cos: Array, sin: Array, batch: AttentionBatch, num_heads: int, key_cache: Array, value_cache: Array
+    ) -> None:
+        """Rotate queries and keys in place, then write keys and values to their slots.
+
+        qkv [T, (H + 2K) * D]; cos, sin float32 [max_model_len, D / 2], gathered by position. Pairs are (i, i + D/2).
+        key_cache, value_cache [B, K, P, D]: one layer of the pool. A row with slot -1 writes nothing.
+        """
+        ...
+
+    def attention(
+        self, qkv: Array, key_cache: Array, value_cache: Array, batch: AttentionBatch, num_heads: int, scale: float, window: int, out: Array
+    ) -> None:
+        """Causal attention of every row over its sequence's blocks; out [T, H * D].
+
+        The row at position p of a sequence sees positions max(0, p - window + 1) .. p (window 0: from 0). Query head
+        h reads key/value head h // (H / K). Slots past the context are never used, whatever they hold.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Array, out: Array) -> None:
+        """out = silu(gate) * up; gate_up [T, 2F] holds gate first, out [T, F]."""
+        ...
+
+    def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
+        """out[r] = x[rows[r]]; rows int32 [R]."""
+        ...
+
+    # ---- sampling: the model's last operation
+
+    def set_history(self, row_id: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]) -> None:
+        """Rebuild the penalty counts of a row."""
+        ...
+
+    def sample(self, logits: Array, batch: SamplingBatch) -> Array:
+        """Choose one token a row; logits [R, V] are destroyed; returns int32 [R] on the device.
+
+        In this order: bias (logit_bias, bans), penalties, temperature, min_p, top_k, top_p, then the inverse CDF over
+        the kept tokens in token-id order with one uniform number from Philox4x32-10 (key = seed,
+        counter = (position, index, 0, 0), u = ((x0 >> 8) + 0.5) * 2^-24). Rows with penalties count the chosen token.
+        """
+        ...
+
+    def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
+        """log_softmax(logits) of the chosen tokens and of the k likeliest: (logprobs float32 [R], ranks int32 [R],
+        top_ids int32 [R, k], top_logprobs float32 [R, k]). Does not change the logits. Equal logits: lower id first;
+        a token's rank is 1 + the number of strictly larger logits."""
+        ...
+
+    # ---- cache maintenance
+
+    def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:
+        """Copy whole blocks over all layers; pairs int32 [n, 2] (source, destination), destinations disjoint from sources."""
+        ...
+
+

@@ -1,0 +1,1 @@
+"""Models on disk: safetensors folders and GGUF files, opened lazily. `open_checkpoint` chooses by the path."""

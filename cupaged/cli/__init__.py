@@ -1,0 +1,1 @@
+"""The command line: click commands and rich rendering, no engine logic."""

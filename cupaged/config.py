@@ -1,0 +1,186 @@
+"""Frozen configuration values: what a model is (ModelConfig) and how the engine runs it (EngineConfig).
+
+Values only: nothing here reads a file or looks at the machine. Checkpoint readers fill ModelConfig in; the command
+line, the environment and Python callers fill EngineConfig in. `None` in an EngineConfig means "decide from the model
+and the machine", which `engine.py` does once, at start.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cupaged.errors import ConfigError, UnsupportedModelError
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) and the scaling of its frequencies.
+
+    `scaling` is one of ROPE_SCALINGS; the fields below it mean what the Hugging Face field of the same name means.
+    `freq_factors` (GGUF `rope_freqs.weight`), one per pair of dimensions, divide the default frequencies and exclude
+    any other scaling.
+    """
+
+    theta: float = 10000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    freq_factors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.scaling not in ROPE_SCALINGS:
+            raise UnsupportedModelError(f"RoPE scaling {self.scaling!r} is not supported; one of {', '.join(ROPE_SCALINGS)} is")
+        if not (self.theta > 0 and math.isfinite(self.theta)):
+            raise UnsupportedModelError(f"rope theta must be a positive number, not {self.theta}")
+        if not (self.factor > 0 and math.isfinite(self.factor)):
+            raise UnsupportedModelError(f"RoPE scaling factor must be a positive number, not {self.factor}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Llama-family decoder.
+
+    `layer_windows[i]` is the sliding window of layer i in tokens, 0 for full attention; an empty tuple means full
+    attention everywhere. A query at position p sees keys at positions p - window + 1 .. p.
+    `eos_token_ids` may be empty (a base model that never stops by itself).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"architecture {self.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            )
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):
+            if getattr(self, name) < 1:
+                raise UnsupportedModelError(f"the model's {name} must be at least 1, not {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise UnsupportedModelError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads: not a multiple"
+            )
+        if self.head_dim % 2:
+            raise UnsupportedModelError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise UnsupportedModelError(f"{len(self.layer_windows)} layer windows for {self.num_layers} layers")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def window(self, layer: int) -> int:
+        """Sliding window of a layer in tokens; 0 is full attention."""
+        return self.layer_windows[layer] if self.layer_windows else 0
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes that one token's keys and values take over all layers: 2 x layers x KV heads x head_dim x itemsize."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+# Every value an option will ever take, and which of them this version computes; the rest are refused by name.
+_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "device": (("auto", "cpu", "reference"), ("cuda", "emu")),
+    "dtype": (("auto", "float32"), ("float16", "bfloat16", "int8")),
+    "kv_cache_dtype": (("auto", "float32"), ("float16", "bfloat16", "fp8", "int8")),
+    "preemption": (("recompute",), ("swap", "auto")),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the engine runs. None: decided from the model and the machine.
+
+    device                  auto, cpu, or reference (the plain NumPy definition of every operation: slow, exact)
+    dtype                   storage of the weights
+    kv_cache_dtype          storage of keys and values; auto: as the activations
+    block_size              tokens per KV block, 1..256
+    num_blocks              KV blocks in the pool; else from kv_cache_memory; else from the machine's free memory
+    kv_cache_memory         bytes for the pool
+    max_model_len           longest sequence, prompt and output together; default the model's
+    max_num_batched_tokens  tokens computed in one step, over all sequences (default 512)
+    max_num_seqs            sequences computed in one step (default 64)
+    preemption              what happens to a sequence when the pool is full
+    threads                 CPU threads; default the cores this process may use
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    preemption: str = "recompute"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, (built, later) in _CHOICES.items():
+            _check_choice(name, getattr(self, name), built, later)
+        _check_range("block_size", self.block_size, 1, 256)
+        for name in ("num_blocks", "kv_cache_memory", "max_model_len", "threads"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), 1, None)
+        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, None)
+        _check_range("max_num_seqs", self.max_num_seqs, 1, None)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
+                f" ({self.max_num_seqs}), so that every running sequence gets a token in every step"
+            )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> EngineConfig:
+        """Build from keyword options, naming an unknown one and those that exist. Raises ConfigError."""
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown engine option {name!r}; the options are {', '.join(known)}")
+        return cls(**options)
+
+
+def _check_choice(name: str, value: object, built: tuple[str, ...], later: tuple[str, ...]) -> None:
+    if value in built:
+        return
+    base = value.split(":")[0] if isinstance(value, str) else value
+    if base in later:
+        raise ConfigError(f"{name} {value!r} is not built in this version; use {' or '.join(built)}")
+    raise ConfigError(f"{name} must be one of {', '.join(built)}, not {value!r}")
+
+
+def _check_range(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} must be a whole number, not {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(f"{name} must be {bound}, not {value}")

@@ -1,0 +1,1 @@
+"""The model's side of a step: plan -> batch -> forward -> sampled tokens."""

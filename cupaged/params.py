@@ -1,0 +1,171 @@
+"""SamplingParams: how the tokens of one request are chosen. Names, ranges and meanings are vLLM's.
+
+Everything is checked at construction, so a wrong value never reaches a running batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cupaged.errors import ParameterError
+
+GREEDY_BELOW = 1e-5
+"""A temperature under this is greedy decoding."""
+
+MAX_LOGPROBS = 100
+"""Most candidates a step reports per token."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose and when to stop. Raises ParameterError for a value out of range.
+
+    temperature         0 is greedy; otherwise logits are divided by it
+    top_k               keep the k most likely tokens (ties with the k-th stay); 0 or -1: all
+    top_p               keep the smallest set whose probability reaches top_p, 0 < top_p <= 1
+    min_p               keep tokens at least min_p times as likely as the most likely one, 0..1
+    repetition_penalty  > 0; counts prompt and output (CTRL, arXiv 1909.05858)
+    presence_penalty    -2..2; once for a token that is in the output
+    frequency_penalty   -2..2; times the token's count in the output
+    logit_bias          token id -> number added to its logit, -100..100
+    seed                the stream of random numbers; None: one is drawn for the request
+    stop                strings that end the answer; not part of it unless include_stop_str_in_output
+    stop_token_ids      tokens that end the answer, beside the model's own
+    bad_words           strings that are never produced
+    min_tokens          no EOS and no stop token before this many tokens
+    max_tokens          most tokens to produce; None: up to the longest sequence the engine takes
+    ignore_eos          go on after the model's EOS
+    logprobs            None, or how many most likely tokens to report for each output token (0: the chosen one alone)
+    prompt_logprobs     the same for each prompt token
+    skip_special_tokens leave special tokens out of the text
+    include_stop_str_in_output  keep the matched stop string in the text
+
+    Logprobs are the model's own: before bias, penalties and temperature.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__  # frozen: normalise once, here
+        set_(self, "stop", _strings("stop", self.stop))
+        set_(self, "bad_words", _strings("bad_words", self.bad_words))
+        set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        set_(self, "logit_bias", _logit_bias(self.logit_bias))
+        _whole("n", self.n, 1, None)
+        if self.n > 1:
+            raise ParameterError("n > 1 (parallel samples) is not built in this version; use n = 1")
+        _number("temperature", self.temperature, 0.0, None)
+        _whole("top_k", self.top_k, -1, None)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, 2**64 - 1)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise ParameterError(f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(f"{name} must be true or false, not {getattr(self, name)!r}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from a mapping such as a JSON object, refusing unknown names. Raises ParameterError."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ParameterError(f"unknown sampling parameter {name!r}; the parameters are {', '.join(known)}")
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice depends on which tokens came before (so that the backend must count them)."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _whole(name: str, value: object, low: int, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParameterError(f"{name} must be a whole number, not {value!r}")
+    _bounds(name, value, low, high, False)
+
+
+def _number(name: str, value: object, low: float, high: float | None, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ParameterError(f"{name} must be a finite number, not {value!r}")
+    _bounds(name, value, low, high, open_low)
+
+
+def _bounds(name: str, value: float, low: float, high: float | None, open_low: bool) -> None:
+    if value < low or (open_low and value == low) or (high is not None and value > high):
+        floor = f"above {low:g}" if open_low else f"at least {low:g}"
+        raise ParameterError(f"{name} must be {floor}{'' if high is None else f' and at most {high:g}'}, not {value:g}")
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value
+    if items is None:
+        return ()
+    if not isinstance(items, (list, tuple)) or not all(isinstance(s, str) for s in items):
+        raise ParameterError(f"{name} must be a string or a list of strings, not {value!r}")
+    if "" in items:
+        raise ParameterError(f"{name} must not hold an empty string")
+    return tuple(items)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value):
+        raise ParameterError(f"{name} must be a list of token ids, not {value!r}")
+    return tuple(value)
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"logit_bias must map token ids to numbers, not {value!r}")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        try:
+            token = int(key)  # JSON object keys are strings
+        except (TypeError, ValueError):
+            raise ParameterError(f"logit_bias must map token ids to numbers; {key!r} is no token id") from None
+        if token < 0:
+            raise ParameterError(f"logit_bias must map token ids to numbers; {key!r} is no token id")
+        _number(f"logit_bias[{token}]", number, -100.0, 100.0)
+        bias[token] = float(number)
+    return bias

@@ -1,0 +1,154 @@
+"""The values that cross between rooms in one step: StepPlan in, ModelOutput out, StepRecord for observers.
+
+A plan is a value: it can be printed, recorded, replayed and tested without a model. It names everything the step
+reads and writes, so that the runner needs neither the scheduler nor the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleSpec:
+    """How the token after a scheduled run of tokens is to be chosen.
+
+    seed, index   key and stream of the request's random numbers; the position completes the counter
+    position      absolute position of the token to choose
+    banned        token ids that must not come out of this step (bad_words, min_tokens)
+    history       (prompt ids, output ids) when the backend's penalty counts for the row must be rebuilt first,
+                  else None: then they already hold every token the row has produced
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    position: int
+    banned: tuple[int, ...] = ()
+    history: tuple[IntArray, IntArray] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledSequence:
+    """One sequence's part of a step: compute `token_ids` at positions start, start + 1, ...
+
+    epoch               counts the sequence's preemptions; an output for an older epoch is dropped
+    row_id              the stable row of per-sequence state in the backend, below max_num_seqs
+    blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens
+    sample              how to choose the next token, or None where more of the context is still to be computed
+    prompt_logprobs     how many candidates to report for each prompt token in this run, or None for no report
+    prompt_targets      int32 [num_targets], with prompt_logprobs: the prompt tokens that follow the first
+                        num_targets tokens of this run (the last prompt token has no prompt token after it)
+    """
+
+    seq_id: int
+    epoch: int
+    row_id: int
+    start: int
+    token_ids: IntArray
+    blocks: IntArray
+    sample: SampleSpec | None
+    prompt_logprobs: int | None = None
+    prompt_targets: IntArray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def stop(self) -> int:
+        """Length of the context once this run is computed."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """Everything one step computes, in the order of the rows: sequences with one token first, then the others.
+
+    swap_out, swap_in, copies   int32 [n, 2] pairs (from, to) of whole blocks over all layers, executed in this order
+                                and before any write of the step
+    """
+
+    step: int
+    block_size: int
+    sequences: tuple[ScheduledSequence, ...]
+    preempted: tuple[int, ...] = ()
+    swap_out: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    swap_in: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    copies: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.sequences)
+
+    @property
+    def num_decode(self) -> int:
+        """Sequences that compute a single token."""
+        return sum(s.num_tokens == 1 for s in self.sequences)
+
+    @property
+    def sampled(self) -> tuple[ScheduledSequence, ...]:
+        """The sequences that get a token from this step, in the order of ModelOutput.token_ids."""
+        return tuple(s for s in self.sequences if s.sample is not None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLogprobs:
+    """The model's log-probabilities of n chosen tokens and of the k most likely ones beside each.
+
+    token_ids, ranks    int32 [n]; rank 1 is the most likely token
+    logprobs            float32 [n]
+    top_ids             int32 [n, k], most likely first
+    top_logprobs        float32 [n, k]
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    ranks: IntArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOutput:
+    """What a step computed.
+
+    token_ids        int32 [num_sampled], in the order of plan.sampled
+    logprobs         for all sampled rows, with the largest k that any of them asked for; None if none asked
+    prompt_logprobs  seq_id -> the logprobs of its `prompt_targets`
+    """
+
+    token_ids: IntArray
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as its observers see it: statistics, live views and traces read these and count nothing themselves.
+
+    Blocks are counted after the step was applied; `slots_used` of the `blocks_used * block_size` slots hold KV.
+    """
+
+    step: int
+    num_decode: int
+    num_tokens: int
+    num_sampled: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_finished: int
+    blocks_total: int
+    blocks_used: int
+    slots_used: int
+    schedule_seconds: float
+    run_seconds: float
+    apply_seconds: float

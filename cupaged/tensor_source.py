@@ -1,0 +1,23 @@
+"""TensorSource: a stored tensor that is read on demand. Checkpoints offer them, backends pack them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TensorSource(Protocol):
+    """A stored tensor that is read on demand, so that a load holds one piece at a time.
+
+    `storage` names the stored type ("F32", "BF16", "Q4_1", ...).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    storage: str
+
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
+        """Rows start..stop of the first axis as float32, shape [stop - start, *shape[1:]]; all of it by default."""
+        ...

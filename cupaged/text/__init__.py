@@ -1,0 +1,1 @@
+"""Text in, token ids out, and back: tokenizers, the incremental detokenizer, chat templates."""

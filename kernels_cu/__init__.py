@@ -1,0 +1,1 @@
+"""CUDA C sources of cupaged's kernels. The kernels themselves arrive with the GPU part; see README, limitations."""
