@@ -1,0 +1,185 @@
+"""The plain NumPy definition of every operation: slow, exact, and it raises on anything out of bounds.
+
+Other backends are correct when they agree with this one (tests/test_conformance.py). Nothing here is tuned. Loops run
+over sequences where a batched form would hide the meaning, and every index is checked, because NumPy's negative
+indices would otherwise turn a wrong block into a plausible one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.backends import sampling
+from cupaged.backends.base import AttentionBatch, SamplingBatch
+from cupaged.errors import InvariantError
+from cupaged.tensor_source import TensorSource
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class DenseMatrix:
+    """[out, in] float32 and an optional bias [out]."""
+
+    weight: F32
+    bias: F32 | None = None
+
+
+class ReferenceBackend:
+    """Implements backends.base.Backend on NumPy arrays."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        self._counts = sampling.TokenCounts()
+
+    # ---- memory
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        array = np.empty(shape, dtype)
+        if array.dtype.kind == "f":
+            array.fill(np.nan)  # an operation that reads what nobody wrote shows at once
+        return array
+
+    def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return array
+
+    def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return array
+
+    # ---- weights
+
+    def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> DenseMatrix:
+        weight = np.concatenate([part.read() for part in parts])
+        return DenseMatrix(weight, None if bias is None else np.concatenate([part.read() for part in bias]))
+
+    def load_vector(self, source: TensorSource) -> F32:
+        return source.read()
+
+    def load_embedding(self, source: TensorSource, *, tied: bool) -> DenseMatrix:
+        return DenseMatrix(source.read())
+
+    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[F32, F32]:
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        return self.empty(shape, np.float32), self.empty(shape, np.float32)
+
+    # ---- the forward pass
+
+    def embedding(self, table: DenseMatrix, token_ids: I32, out: F32) -> None:
+        _check_indices("token id", token_ids, len(table.weight))
+        out[:] = table.weight[token_ids]
+
+    def linear(self, x: F32, matrix: DenseMatrix, out: F32) -> None:
+        out[:] = x @ matrix.weight.T
+        if matrix.bias is not None:
+            out += matrix.bias
+
+    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
+        out[:] = _rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: F32, delta: F32, weight: F32, eps: float, out: F32) -> None:
+        x += delta
+        out[:] = _rms_norm(x, weight, eps)
+
+    def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        heads = qkv.reshape(len(qkv), -1, len(q_weight))
+        query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
+        query[:] = _rms_norm(query, q_weight, eps)
+        key[:] = _rms_norm(key, k_weight, eps)
+
+    def rope_and_cache(
+        self, qkv: F32, cos: F32, sin: F32, batch: AttentionBatch, num_heads: int, key_cache: F32, value_cache: F32
+    ) -> None:
+        num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+        heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
+        rotated = heads[:, : num_heads + num_kv_heads]
+        _check_indices("position", batch.positions, len(cos))
+        c, s = cos[batch.positions][:, None], sin[batch.positions][:, None]
+        low, high = rotated[..., : head_dim // 2].copy(), rotated[..., head_dim // 2 :].copy()
+        rotated[..., : head_dim // 2] = low * c - high * s
+        rotated[..., head_dim // 2 :] = high * c + low * s
+
+        live = np.flatnonzero(batch.slots >= 0)
+        slots = batch.slots[live]
+        _check_indices("slot", slots, num_blocks * block_size)
+        if len(np.unique(slots)) != len(slots):
+            raise InvariantError("two rows of one step write the same slot")
+        block, offset = slots // block_size, slots % block_size
+        key_cache[block, :, offset] = heads[live, num_heads : num_heads + num_kv_heads]
+        value_cache[block, :, offset] = heads[live, num_heads + num_kv_heads :]
+
+    def attention(
+        self, qkv: F32, key_cache: F32, value_cache: F32, batch: AttentionBatch, num_heads: int, scale: float, window: int, out: F32
+    ) -> None:
+        num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+        query = qkv.reshape(len(qkv), -1, head_dim)[:, :num_heads]
+        result = out.reshape(len(out), num_heads, head_dim)
+        result[:] = 0
+        for s, context in enumerate(batch.context_lens):
+            first, last = batch.query_start[s], batch.query_start[s + 1]
+            if context == 0:
+                continue
+            blocks = batch.block_tables[s, : -(-context // block_size)]
+            _check_indices("block", blocks, num_blocks)
+            # [blocks, K, P, D] -> [K, context, D]
+            key = key_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context]
+            value = value_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context]
+            for row in range(first, last):
+                position = batch.positions[row]
+                oldest = max(0, position - window + 1) if window else 0
+                k, v = key[:, oldest : position + 1], value[:, oldest : position + 1]
+                q = query[row].reshape(num_kv_heads, -1, head_dim)
+                scores = np.einsum("kgd,ktd->kgt", q, k) * np.float32(scale)
+                weights = np.exp(scores - scores.max(-1, keepdims=True))
+                weights /= weights.sum(-1, keepdims=True)
+                result[row] = np.einsum("kgt,ktd->kgd", weights, v).reshape(num_heads, head_dim)
+
+    def silu_mul(self, gate_up: F32, out: F32) -> None:
+        half = gate_up.shape[1] // 2
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+        # exp(-|x|) never overflows
+        e = np.exp(-np.abs(gate))
+        sigmoid = np.where(gate >= 0, np.float32(1), e) / (1 + e)
+        out[:] = gate * sigmoid * up
+
+    def gather_rows(self, x: F32, rows: I32, out: F32) -> None:
+        _check_indices("row", rows, len(x))
+        out[:] = x[rows]
+
+    # ---- sampling
+
+    def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
+        self._counts.set_history(row_id, prompt_ids, output_ids)
+
+    def sample(self, logits: F32, batch: SamplingBatch) -> I32:
+        return sampling.sample(logits, batch, self._counts)
+
+    def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
+        return sampling.token_logprobs(logits, token_ids, k)
+
+    # ---- cache maintenance
+
+    def copy_blocks(self, key_cache: F32, value_cache: F32, pairs: I32) -> None:
+        source, destination = pairs[:, 0], pairs[:, 1]
+        _check_indices("block", pairs, key_cache.shape[1])
+        if np.intersect1d(source, destination).size or len(np.unique(destination)) != len(destination):
+            raise InvariantError("block copies of one step overlap")
+        key_cache[:, destination] = key_cache[:, source]
+        value_cache[:, destination] = value_cache[:, source]
+
+
+def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    scaled: F32 = x / np.sqrt(mean_square + np.float32(eps)) * weight
+    return scaled
+
+
+def _check_indices(what: str, indices: npt.NDArray[Any], bound: int) -> None:
+    if indices.size and (indices.min() < 0 or indices.max() >= bound):
+        raise InvariantError(f"{what} out of bounds: {indices.min()} .. {indices.max()} is not within 0 .. {bound - 1}")

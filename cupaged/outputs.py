@@ -1,0 +1,65 @@
+"""What a user gets back, in vLLM's shape: RequestOutput holds CompletionOutputs, they hold Logprobs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token: the model's log-probability, its rank (1: the most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+TokenCandidates = dict[int, Logprob]
+"""Token id -> Logprob for one position: the chosen token first, then the most likely ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One answer. `text` and `token_ids` are everything so far; finish_reason is None while it grows.
+
+    finish_reason   "stop" (EOS, a stop token or a stop string), "length" (max_tokens or the longest sequence), "abort"
+    stop_reason     the stop string or stop token id that matched; None for EOS
+    cumulative_logprob  sum of the chosen tokens' logprobs; None unless logprobs were asked for
+    logprobs        one TokenCandidates a token; None unless asked for
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenCandidates] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds since an arbitrary start (time.perf_counter); None: not reached yet."""
+
+    arrival: float
+    first_token: float | None = None
+    finished: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of a request after a step.
+
+    prompt_logprobs   one entry a prompt token, the first None (nothing comes before it); None unless asked for
+    num_cached_tokens prompt tokens whose KV was found in the cache instead of being computed
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenCandidates | None] | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
