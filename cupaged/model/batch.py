@@ -1,0 +1,85 @@
+"""StepPlan -> flat arrays: one row a token, with where it reads and writes the paged cache.
+
+    plan            A: 1 token      B: 1 token      C: 3 tokens
+    token_ids       [ a17           b5              c0   c1   c2 ]        one row a token
+    positions       [ 17            5               0    1    2  ]
+    slots           [ A's block 1   B's block 0     C's block 0 ...]      block * block_size + offset
+    query_start     [ 0             1               2              5 ]
+    context_lens    [ 18            6               3 ]
+    num_decode      2
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupaged.backends.base import AttentionBatch, Backend
+from cupaged.errors import InvariantError
+from cupaged.step_plan import IntArray, StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A step's rows on the host.
+
+    token_ids     int32 [T]
+    attention     where the rows read and write (NumPy arrays; see AttentionBatch)
+    sample_rows   int32 [num_sampled], the last row of every sequence that gets a token
+    """
+
+    token_ids: IntArray
+    attention: AttentionBatch
+    sample_rows: IntArray
+
+
+def build(plan: StepPlan) -> Batch:
+    """Flatten a plan. Raises InvariantError for a plan whose tables do not cover its rows."""
+    items = plan.sequences
+    lengths = np.array([item.num_tokens for item in items], np.int32)
+    starts = np.array([item.start for item in items], np.int32)
+    query_start = np.zeros(len(items) + 1, np.int32)
+    np.cumsum(lengths, out=query_start[1:])
+    context_lens = starts + lengths
+
+    tables = np.full((len(items), max(len(item.blocks) for item in items)), -1, np.int32)
+    for row, item in enumerate(items):
+        tables[row, : len(item.blocks)] = item.blocks
+
+    sequence_of_row = np.repeat(np.arange(len(items)), lengths)
+    positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(starts - query_start[:-1], lengths)
+    logical, offset = np.divmod(positions, plan.block_size)
+    if logical.max() >= tables.shape[1]:
+        raise InvariantError("a block table is too short for the tokens that its sequence computes")
+    blocks = tables[sequence_of_row, logical]
+    if blocks.min() < 0:
+        raise InvariantError("a block table is too short for the tokens that its sequence computes")
+
+    sampled = np.array([item.sample is not None for item in items], bool)
+    return Batch(
+        token_ids=np.concatenate([item.token_ids for item in items]),
+        attention=AttentionBatch(
+            positions=positions,
+            slots=blocks.astype(np.int64) * plan.block_size + offset,
+            block_tables=tables,
+            query_start=query_start,
+            context_lens=context_lens,
+            num_decode=plan.num_decode,
+            max_context=int(context_lens.max()),
+        ),
+        sample_rows=query_start[1:][sampled] - 1,
+    )
+
+
+def upload(attention: AttentionBatch, backend: Backend) -> AttentionBatch:
+    """The same batch with its arrays on the backend."""
+    return AttentionBatch(
+        positions=backend.upload(attention.positions),
+        slots=backend.upload(attention.slots),
+        block_tables=backend.upload(attention.block_tables),
+        query_start=backend.upload(attention.query_start),
+        context_lens=backend.upload(attention.context_lens),
+        num_decode=attention.num_decode,
+        max_context=attention.max_context,
+    )

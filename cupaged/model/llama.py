@@ -1,0 +1,90 @@
+"""The forward pass of a Llama-family decoder (arXiv 2302.13971), over Backend operations on a fixed set of buffers.
+
+    hidden = embedding(tokens)
+    for every layer:
+        hidden += output(attention(rope(qkv(rms_norm(hidden)))))
+        hidden += down(silu(gate) * up)         of rms_norm(hidden)
+    logits = head(rms_norm(hidden))             for the rows that are asked for
+
+The residual additions are fused with the norm that follows them. Nothing here allocates and nothing here knows a
+block: a backend may record the calls and replay them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from cupaged.backends.base import Array, AttentionBatch, Backend
+from cupaged.config import ModelConfig
+from cupaged.model.kv_store import KVStore
+from cupaged.model.weights import LlamaWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Activations of a step, float32 [rows, width]; allocated once for the largest step."""
+
+    hidden: Array
+    normed: Array
+    qkv: Array
+    attention: Array
+    delta: Array
+    gate_up: Array
+    activated: Array
+
+    @classmethod
+    def allocate(cls, backend: Backend, config: ModelConfig, rows: int) -> Buffers:
+        heads = config.num_heads * config.head_dim
+        widths = {
+            "hidden": config.hidden_size,
+            "normed": config.hidden_size,
+            "qkv": heads + 2 * config.num_kv_heads * config.head_dim,
+            "attention": heads,
+            "delta": config.hidden_size,
+            "gate_up": 2 * config.intermediate_size,
+            "activated": config.intermediate_size,
+        }
+        return cls(**{name: backend.empty((rows, width), np.float32) for name, width in widths.items()})
+
+    def first(self, rows: int) -> Buffers:
+        """The same memory, cut to a step's rows."""
+        return Buffers(*(getattr(self, f.name)[:rows] for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class Llama:
+    """A loaded model: its shape, its weights, and the rotary tables (float32 [max_model_len, head_dim / 2])."""
+
+    config: ModelConfig
+    weights: LlamaWeights
+    cos: Array
+    sin: Array
+
+
+def forward(ops: Backend, model: Llama, kv: KVStore, token_ids: Array, batch: AttentionBatch, b: Buffers) -> Array:
+    """Compute all rows of a step; the normalised hidden states [T, E], ready for the head. Writes K and V to `kv`."""
+    config, weights = model.config, model.weights
+    heads, eps, scale = config.num_heads, config.rms_norm_eps, config.head_dim**-0.5
+
+    ops.embedding(weights.embedding, token_ids, out=b.hidden)
+    ops.rms_norm(b.hidden, weights.layers[0].input_norm, eps, out=b.normed)
+    for i, layer in enumerate(weights.layers):
+        key, value = kv.layer(i)
+        ops.linear(b.normed, layer.qkv, out=b.qkv)
+        if layer.q_norm is not None:
+            ops.head_rms_norm(b.qkv, layer.q_norm, layer.k_norm, heads, config.num_kv_heads, eps)
+        ops.rope_and_cache(b.qkv, model.cos, model.sin, batch, heads, key, value)
+        ops.attention(b.qkv, key, value, batch, heads, scale, config.window(i), out=b.attention)
+        ops.linear(b.attention, layer.output, out=b.delta)
+
+        ops.add_rms_norm(b.hidden, b.delta, layer.post_norm, eps, out=b.normed)
+        ops.linear(b.normed, layer.gate_up, out=b.gate_up)
+        ops.silu_mul(b.gate_up, out=b.activated)
+        ops.linear(b.activated, layer.down, out=b.delta)
+
+        last = i + 1 == config.num_layers
+        next_norm = weights.final_norm if last else weights.layers[i + 1].input_norm
+        ops.add_rms_norm(b.hidden, b.delta, next_norm, eps, out=b.normed)
+    return b.normed

@@ -1,0 +1,95 @@
+"""Runner: executes a StepPlan. Plan -> batch -> forward -> sampled tokens; it decides nothing and allocates no block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cupaged.backends.base import Array, Backend
+from cupaged.model import batch as batches
+from cupaged.model import sampler
+from cupaged.model.kv_store import KVStore
+from cupaged.model.llama import Buffers, Llama, forward
+from cupaged.step_plan import IntArray, ModelOutput, ScheduledSequence, StepPlan, TokenLogprobs
+
+LOGPROB_ROWS = 64
+"""Prompt logprobs are computed in chunks of so many rows: logits of a whole prompt would not fit in memory."""
+
+
+class Runner:
+    """A model, its KV memory and the buffers of the largest step, on one backend."""
+
+    def __init__(self, backend: Backend, model: Llama, kv: KVStore, *, max_rows: int, max_seqs: int) -> None:
+        self._backend = backend
+        self._model = model
+        self._kv = kv
+        self._buffers = Buffers.allocate(backend, model.config, max_rows)
+        logit_rows = max(max_seqs, LOGPROB_ROWS)
+        self._rows = backend.empty((logit_rows, model.config.hidden_size), np.float32)
+        self._logits = backend.empty((logit_rows, model.config.vocab_size), np.float32)
+
+    def run(self, plan: StepPlan) -> ModelOutput:
+        """Compute a (non-empty) plan: copies first, then KV writes, then the sampled tokens."""
+        self._kv.move_blocks(plan)
+        batch = batches.build(plan)
+        hidden = forward(
+            self._backend,
+            self._model,
+            self._kv,
+            self._backend.upload(batch.token_ids),
+            batches.upload(batch.attention, self._backend),
+            self._buffers.first(plan.num_tokens),
+        )
+        prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, hidden)
+        if not len(batch.sample_rows):
+            return ModelOutput(np.empty(0, np.int32), None, prompt_logprobs)
+        return self._sample(plan.sampled, self._head(hidden, batch.sample_rows), prompt_logprobs)
+
+    def _head(self, hidden: Array, rows: IntArray) -> Array:
+        """Logits [len(rows), V] of some rows, in the one logits buffer."""
+        chosen, logits = self._rows[: len(rows)], self._logits[: len(rows)]
+        self._backend.gather_rows(hidden, self._backend.upload(rows), out=chosen)
+        self._backend.linear(chosen, self._model.weights.lm_head, out=logits)
+        return logits
+
+    def _sample(
+        self, items: Sequence[ScheduledSequence], logits: Array, prompt_logprobs: dict[int, TokenLogprobs]
+    ) -> ModelOutput:
+        backend = self._backend
+        wanted = max((-1 if s.sample is None or s.sample.params.logprobs is None else s.sample.params.logprobs) for s in items)
+        untouched = None
+        if wanted >= 0:  # sampling works in place, and logprobs are the model's own
+            untouched = backend.empty(logits.shape, np.float32)
+            backend.gather_rows(logits, backend.upload(np.arange(len(items), dtype=np.int32)), out=untouched)
+        sampler.send_histories(items, backend)
+        token_ids = backend.sample(logits, sampler.pack(items))
+        logprobs = None if untouched is None else self._logprobs(untouched, token_ids, wanted)
+        return ModelOutput(backend.download(token_ids), logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, plan: StepPlan, query_start: IntArray, hidden: Array) -> dict[int, TokenLogprobs]:
+        reports: dict[int, TokenLogprobs] = {}
+        for first_row, item in zip(query_start[:-1], plan.sequences, strict=True):
+            if item.prompt_targets is None or item.prompt_logprobs is None or not len(item.prompt_targets):
+                continue
+            chunks = []
+            for start in range(0, len(item.prompt_targets), LOGPROB_ROWS):
+                targets = item.prompt_targets[start : start + LOGPROB_ROWS]
+                rows = np.arange(first_row + start, first_row + start + len(targets), dtype=np.int32)
+                logits = self._head(hidden, rows)
+                chunks.append(self._logprobs(logits, self._backend.upload(targets), item.prompt_logprobs))
+            reports[item.seq_id] = TokenLogprobs(
+                *(np.concatenate([getattr(c, name) for c in chunks]) for name in TokenLogprobs.__slots__)
+            )
+        return reports
+
+    def _logprobs(self, logits: Array, token_ids: Array, k: int) -> TokenLogprobs:
+        backend = self._backend
+        logprobs, ranks, top_ids, top_logprobs = backend.token_logprobs(logits, token_ids, k)
+        return TokenLogprobs(
+            token_ids=backend.download(token_ids),
+            logprobs=backend.download(logprobs),
+            ranks=backend.download(ranks),
+            top_ids=backend.download(top_ids),
+            top_logprobs=backend.download(top_logprobs),
+        )

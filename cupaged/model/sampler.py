@@ -1,0 +1,54 @@
+"""SampleSpecs -> SamplingBatch: packs the parameters of the rows that get a token. The choosing itself is a backend operation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cupaged.backends.base import Backend, SamplingBatch
+from cupaged.step_plan import SampleSpec, ScheduledSequence
+
+
+def pack(items: Sequence[ScheduledSequence]) -> SamplingBatch:
+    """Parameters of all sampled sequences as flat arrays, one row each. Every item must have a SampleSpec."""
+    specs = [_spec(item) for item in items]
+    params = [spec.params for spec in specs]
+    biases = [_biases(spec) for spec in specs]
+    bias_start = np.zeros(len(items) + 1, np.int32)
+    np.cumsum([len(bias) for bias in biases], out=bias_start[1:])
+    return SamplingBatch(
+        temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
+        top_k=np.array([max(p.top_k, 0) for p in params], np.int32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        repetition=np.array([p.repetition_penalty for p in params], np.float32),
+        presence=np.array([p.presence_penalty for p in params], np.float32),
+        frequency=np.array([p.frequency_penalty for p in params], np.float32),
+        seeds=np.array([spec.seed for spec in specs], np.uint64),
+        positions=np.array([spec.position for spec in specs], np.int32),
+        indices=np.array([spec.index for spec in specs], np.int32),
+        row_ids=np.array([item.row_id for item in items], np.int32),
+        bias_start=bias_start,
+        bias_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
+        bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
+        penalised=np.array([p.has_penalties for p in params], bool),
+    )
+
+
+def send_histories(items: Sequence[ScheduledSequence], backend: Backend) -> None:
+    """Rebuild the backend's penalty counts of rows that have a new owner."""
+    for item in items:
+        history = _spec(item).history
+        if history is not None:
+            backend.set_history(item.row_id, *history)
+
+
+def _spec(item: ScheduledSequence) -> SampleSpec:
+    assert item.sample is not None
+    return item.sample
+
+
+def _biases(spec: SampleSpec) -> list[tuple[int, float]]:
+    bias = list(spec.params.logit_bias.items()) if spec.params.logit_bias else []
+    return bias + [(token, -np.inf) for token in spec.banned]

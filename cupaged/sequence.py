@@ -1,0 +1,165 @@
+"""Request and Sequence: what was asked for, and one answer to it as it grows.
+
+A sequence has no phase. It has tokens, of which the first `num_computed` have KV in the cache, and `num_scheduled`
+more are on their way in plans that are not applied yet. Prefill, chunks of it, decode and resuming after a preemption
+are all "compute some of the rest".
+
+    tokens        | prompt ......................... | output ........ |
+    KV            | num_computed | num_scheduled |    remaining      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from cupaged.params import SamplingParams
+from cupaged.step_plan import IntArray, TokenLogprobs
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class TokenCandidate(NamedTuple):
+    """The model's view of one token: its logprob and rank, and the most likely tokens beside it."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+def candidates(logprobs: TokenLogprobs, rows: range, k: int) -> list[TokenCandidate]:
+    """Rows of TokenLogprobs as values, with at most `k` likely tokens each."""
+    return [
+        TokenCandidate(
+            int(logprobs.token_ids[r]),
+            float(logprobs.logprobs[r]),
+            int(logprobs.ranks[r]),
+            logprobs.top_ids[r, :k].tolist(),
+            logprobs.top_logprobs[r, :k].tolist(),
+        )
+        for r in rows
+    ]
+
+
+class Request:
+    """A prompt, its parameters, and what they mean for this model.
+
+    eos_ids        tokens that end the answer by the model's own convention (empty with ignore_eos)
+    bad_words      token sequences that must not be completed
+    max_len        longest prompt + output, in tokens
+    seed           key of the random stream: params.seed, or drawn for this request
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: IntArray,
+        params: SamplingParams,
+        *,
+        max_len: int,
+        seed: int,
+        prompt: str | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        bad_words: Many[tuple[int, ...]] = (),
+        arrival_time: float = 0.0,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.max_len = max_len
+        self.seed = seed
+        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self.bad_words = tuple(bad_words)
+        self.arrival_time = arrival_time
+        self.prompt_candidates: list[TokenCandidate] = []
+        self.sequence: Sequence | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class Sequence:
+    """One answer in progress. `arrival` orders sequences: a smaller one came earlier."""
+
+    def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
+        self.seq_id = seq_id
+        self.request = request
+        self.arrival = arrival
+        self.index = index
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.num_computed = 0
+        self.num_scheduled = 0
+        self.epoch = 0
+        self.num_preemptions = 0
+        self.row_id = -1
+        self.history_sent = False
+        self.candidates: list[TokenCandidate] = []
+        self.cumulative_logprob = 0.0
+        self.num_tokens = request.num_prompt
+        self._tokens = np.empty(request.num_prompt + 16, np.int32)
+        self._tokens[: self.num_tokens] = request.prompt_token_ids
+
+    # ---- tokens
+
+    @property
+    def tokens(self) -> IntArray:
+        """int32 [num_tokens], prompt and output; a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def output_ids(self) -> IntArray:
+        return self._tokens[self.request.num_prompt : self.num_tokens]
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.request.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are neither computed nor on their way."""
+        return self.num_tokens - self.num_computed - self.num_scheduled
+
+    def append(self, token_id: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            grown = np.empty(min(2 * self.num_tokens, max(self.request.max_len, self.num_tokens + 1)), np.int32)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
+
+    # ---- rules of the request
+
+    def banned_tokens(self) -> tuple[int, ...]:
+        """Tokens that must not come next: what would end the answer too early, and what would complete a bad word."""
+        banned: set[int] = set()
+        if self.num_output < self.request.params.min_tokens:
+            banned |= self.request.eos_ids | self.request.stop_ids
+        output = self.output_ids
+        for *prefix, last in self.request.bad_words:
+            if len(prefix) <= len(output) and output[len(output) - len(prefix) :].tolist() == prefix:
+                banned.add(last)
+        return tuple(sorted(banned))
+
+    def ended_by(self, token_id: int) -> tuple[str, int | None] | None:
+        """(finish_reason, stop_reason) if this token, just appended, ends the answer."""
+        if token_id in self.request.eos_ids:
+            return "stop", None
+        if token_id in self.request.stop_ids:
+            return "stop", token_id
+        if self.num_tokens >= self.request.max_len:
+            return "length", None
+        return None
