@@ -1,3 +1,50 @@
-"""cupaged: LLM inference over a paged KV cache, without torch."""
+"""cupaged: LLM inference over a paged KV cache, without torch.
 
+    from cupaged import LLM, SamplingParams
+
+Names are imported when they are first used, so that `import cupaged` costs nothing; NumPy comes in first, and tuned.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cupaged._blas import load_numpy
 from cupaged._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from cupaged.config import EngineConfig as EngineConfig
+    from cupaged.config import ModelConfig as ModelConfig
+    from cupaged.engine import Engine as Engine
+    from cupaged.errors import CupagedError as CupagedError
+    from cupaged.llm import LLM as LLM
+    from cupaged.outputs import CompletionOutput as CompletionOutput
+    from cupaged.outputs import Logprob as Logprob
+    from cupaged.outputs import RequestOutput as RequestOutput
+    from cupaged.params import SamplingParams as SamplingParams
+
+_EXPORTS = {
+    "CompletionOutput": "cupaged.outputs",
+    "CupagedError": "cupaged.errors",
+    "Engine": "cupaged.engine",
+    "EngineConfig": "cupaged.config",
+    "LLM": "cupaged.llm",
+    "Logprob": "cupaged.outputs",
+    "ModelConfig": "cupaged.config",
+    "RequestOutput": "cupaged.outputs",
+    "SamplingParams": "cupaged.params",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'cupaged' has no attribute {name!r}")
+    load_numpy()
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

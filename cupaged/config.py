@@ -35,6 +35,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    truncate: bool = True
     freq_factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +97,11 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def longest(self) -> int:
+        """Most tokens the position encoding can be asked for: max_position, which dynamic NTK stretches by its factor."""
+        return int(self.max_position * self.rope.factor) if self.rope.scaling == "dynamic" else self.max_position
 
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 is full attention."""

@@ -5,7 +5,6 @@ Everything is checked at construction, so a wrong value never reaches a running 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,16 +17,22 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 100
 """Most candidates a step reports per token."""
 
+_LARGEST = 1e30
+"""A number beyond this, or a divisor below its inverse, could turn float32 logits into infinities."""
+
+_LARGEST_INT = 2**31 - 1
+"""Token ids and top_k are int32 in a batch."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose and when to stop. Raises ParameterError for a value out of range.
 
-    temperature         0 is greedy; otherwise logits are divided by it
+    temperature         0 is greedy; otherwise logits are divided by it; up to 1e30
     top_k               keep the k most likely tokens (ties with the k-th stay); 0 or -1: all
     top_p               keep the smallest set whose probability reaches top_p, 0 < top_p <= 1
     min_p               keep tokens at least min_p times as likely as the most likely one, 0..1
-    repetition_penalty  > 0; counts prompt and output (CTRL, arXiv 1909.05858)
+    repetition_penalty  1e-30..1e30, 1 for none; counts prompt and output (CTRL, arXiv 1909.05858)
     presence_penalty    -2..2; once for a token that is in the output
     frequency_penalty   -2..2; times the token's count in the output
     logit_bias          token id -> number added to its logit, -100..100
@@ -76,11 +81,11 @@ class SamplingParams:
         _whole("n", self.n, 1, None)
         if self.n > 1:
             raise ParameterError("n > 1 (parallel samples) is not built in this version; use n = 1")
-        _number("temperature", self.temperature, 0.0, None)
-        _whole("top_k", self.top_k, -1, None)
+        _number("temperature", self.temperature, 0.0, _LARGEST)
+        _whole("top_k", self.top_k, -1, _LARGEST_INT)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, 1 / _LARGEST, _LARGEST)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
@@ -119,19 +124,15 @@ class SamplingParams:
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ParameterError(f"{name} must be a whole number, not {value!r}")
-    _bounds(name, value, low, high, False)
+    if value < low or (high is not None and value > high):
+        raise ParameterError(f"{name} must be at least {low}{'' if high is None else f' and at most {high}'}, not {value}")
 
 
-def _number(name: str, value: object, low: float, high: float | None, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise ParameterError(f"{name} must be a finite number, not {value!r}")
-    _bounds(name, value, low, high, open_low)
-
-
-def _bounds(name: str, value: float, low: float, high: float | None, open_low: bool) -> None:
-    if value < low or (open_low and value == low) or (high is not None and value > high):
-        floor = f"above {low:g}" if open_low else f"at least {low:g}"
-        raise ParameterError(f"{name} must be {floor}{'' if high is None else f' and at most {high:g}'}, not {value:g}")
+    if value < low or (open_low and value == low) or value > high:
+        raise ParameterError(f"{name} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}, not {value!r}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -148,7 +149,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    if not isinstance(value, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value):
+    if not isinstance(value, (list, tuple)) or not all(_is_token_id(i) for i in value):
         raise ParameterError(f"{name} must be a list of token ids, not {value!r}")
     return tuple(value)
 
@@ -160,12 +161,15 @@ def _logit_bias(value: object) -> dict[int, float] | None:
         raise ParameterError(f"logit_bias must map token ids to numbers, not {value!r}")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        try:
-            token = int(key)  # JSON object keys are strings
-        except (TypeError, ValueError):
-            raise ParameterError(f"logit_bias must map token ids to numbers; {key!r} is no token id") from None
-        if token < 0:
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON object keys are strings
+        if not _is_token_id(token):
             raise ParameterError(f"logit_bias must map token ids to numbers; {key!r} is no token id")
+        if token in bias:
+            raise ParameterError(f"logit_bias names token {token} twice")
         _number(f"logit_bias[{token}]", number, -100.0, 100.0)
         bias[token] = float(number)
     return bias
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST_INT

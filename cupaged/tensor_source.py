@@ -14,9 +14,14 @@ class TensorSource(Protocol):
     `storage` names the stored type ("F32", "BF16", "Q4_1", ...).
     """
 
-    name: str
-    shape: tuple[int, ...]
-    storage: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def storage(self) -> str: ...
 
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
         """Rows start..stop of the first axis as float32, shape [stop - start, *shape[1:]]; all of it by default."""

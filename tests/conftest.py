@@ -7,14 +7,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cupaged.hub import DEFAULT_MODEL, alias_path, is_cached
+
 GOLDEN = Path(__file__).parent / "golden"
-MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,11 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def smollm2_path(request: pytest.FixtureRequest) -> Path:
     """The cached file of the default model: `cupaged pull` puts it there."""
-    root = os.environ.get("CUPAGED_CACHE")
-    cache = Path(root) if root else Path.home() / ".cache" / "cupaged"
-    path = cache / "models" / "smollm2-135m-instruct" / MODEL_FILE
-    if not path.is_file():
-        message = "the SmolLM2 model is not in the cache: run `cupaged pull smollm2-135m-instruct`"
+    path = alias_path(DEFAULT_MODEL)
+    if not is_cached(DEFAULT_MODEL):
+        message = f"the SmolLM2 model is not in the cache: run `cupaged pull {DEFAULT_MODEL}`"
         if request.config.getoption("--require-model"):
             pytest.fail(message)
         pytest.skip(message)

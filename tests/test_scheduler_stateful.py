@@ -33,19 +33,25 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @initialize(
         block_size=BLOCK_SIZES,
-        num_blocks=st.integers(2, 24),
+        capacity=st.integers(8, 90),
         max_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 30),
     )
-    def start(self, block_size: int, num_blocks: int, max_seqs: int, extra_budget: int) -> None:
+    def start(self, block_size: int, capacity: int, max_seqs: int, extra_budget: int) -> None:
+        num_blocks = -(-capacity // block_size)
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.scheduler = make_scheduler(num_blocks, block_size, budget=max_seqs + extra_budget, max_seqs=max_seqs)
+        self.max_seqs, self.budget = max_seqs, max_seqs + extra_budget
+        self.scheduler = make_scheduler(num_blocks, block_size, budget=self.budget, max_seqs=max_seqs)
         self.model = IntegerModel(num_blocks, block_size)
         self.sequences: list[Sequence] = []
         self.in_flight: list[StepPlan] = []
 
-    @rule(length=st.integers(1, 12), max_tokens=st.integers(1, 24), token=st.integers(0, 3))
-    def add(self, length: int, max_tokens: int, token: int) -> None:
+    @rule(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), max_tokens=st.integers(1, 24), token=st.integers(0, 3))
+    def add(self, lengths: list[int], max_tokens: int, token: int) -> None:
+        for length in lengths:
+            self.add_one(length, max_tokens, token)
+
+    def add_one(self, length: int, max_tokens: int, token: int) -> None:
         request = make_request(str(len(self.sequences)), [token + i % 2 for i in range(length)], max_tokens)
         if -(-max(1, length + max_tokens - 1) // self.block_size) > self.num_blocks:
             with pytest.raises(RequestError):
@@ -56,7 +62,10 @@ class SchedulerLife(RuleBasedStateMachine):
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule()
     def plan(self) -> None:
-        self.in_flight.append(self.scheduler.schedule())
+        plan = self.scheduler.schedule()
+        assert plan.num_tokens <= self.budget
+        assert len(self.scheduler.running) <= self.max_seqs
+        self.in_flight.append(plan)
         SchedulerLife.preemptions += len(self.in_flight[-1].preempted)
 
     @precondition(lambda self: self.in_flight)
@@ -116,7 +125,7 @@ class SchedulerLife(RuleBasedStateMachine):
             assert sequence.finish_reason == "abort" or len(got) == len(expected)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(150, id="ci"), pytest.param(3000, id="long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [pytest.param(100, id="ci"), pytest.param(3000, id="long", marks=pytest.mark.slow)])
 def test_every_life_ends_with_the_right_answers(examples: int) -> None:
     SchedulerLife.preemptions = 0
     run_state_machine_as_test(
@@ -129,7 +138,7 @@ def test_every_life_ends_with_the_right_answers(examples: int) -> None:
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
-    assert SchedulerLife.preemptions > examples // 10
+    assert SchedulerLife.preemptions > examples // 2
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16, 256])

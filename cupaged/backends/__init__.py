@@ -1,1 +1,38 @@
-"""Where operations run. `open_backend` chooses one; `base.Backend` says what each operation means."""
+"""Backends: the devices a model can run on. `open_backend` chooses one; nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cupaged.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cupaged.backends.base import Backend
+
+
+def open_backend(device: str, threads: int | None = None, announce: Callable[[str], None] | None = None) -> Backend:
+    """The backend of an EngineConfig's `device`: auto and cpu are the fast CPU, reference the plain definition.
+
+    `threads` is for the CPU backend; None: the cores this process may use. `announce` is told, in a line for the user,
+    of something that takes long: kernels that have to be compiled. Raises ConfigError for another device.
+    """
+    if device in ("auto", "cpu"):
+        return _open_cpu(threads, announce)
+    if device == "reference":
+        from cupaged.backends.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    raise ConfigError(f"device {device!r} is not built in this version; use auto, cpu or reference")
+
+
+def _open_cpu(threads: int | None, announce: Callable[[str], None] | None) -> Backend:
+    from cupaged.backends import cpu_jit
+    from cupaged.backends.cpu import CpuBackend
+    from cupaged.backends.cpu_warm_up import warm_up
+
+    if announce is not None and not cpu_jit.kernels_are_cached():
+        announce("compiling the CPU kernels, once on this machine (10 to 30 s)")
+    backend = CpuBackend(threads)
+    warm_up(backend)
+    return backend

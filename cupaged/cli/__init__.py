@@ -1,1 +1,1 @@
-"""The command line: click commands and rich rendering, no engine logic."""
+"""The `cupaged` command: click commands, loaded only when called, and rich output; no engine logic."""

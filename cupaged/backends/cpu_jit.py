@@ -1,0 +1,96 @@
+"""`kernel`: Numba's njit with the settings all CPU kernels share, and with a disk cache that is never stale.
+
+Numba's own cache does not notice an edit in a function that a cached one calls, and wants to write beside the source,
+which may be read-only. So compiled kernels live in the user's cache, in a folder whose name is a hash of everything
+that decides their code: the kernel sources, Numba's version and the processor. Where no folder can be written they
+are compiled in memory, with one warning.
+
+A kernel is a plain serial function that releases the GIL; cpu_threads.Team runs it in several threads. (Numba's own
+parallel regions take five times as long to enter and may not be entered by two threads at once.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import llvmlite.binding
+import numba
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Sums may be reordered and fused, which vectorises them. NaN and infinity keep their meaning.
+_FAST_MATH = {"reassoc", "contract", "arcp", "nsz"}
+_READY = "ready"
+
+
+def kernel(function: F) -> F:
+    """Compile at the first call, or load from the disk cache."""
+    return _jit(function, _FAST_MATH)
+
+
+def exact_kernel(function: F) -> F:
+    """The same for code whose order of operations matters."""
+    return _jit(function, {"contract"})
+
+
+def max_kernel(function: F) -> F:
+    """The same for a maximum over numbers that are never NaN, which vectorises only under that promise."""
+    return _jit(function, {"nnan", "nsz"})
+
+
+def _jit(function: F, fast_math: set[str]) -> F:
+    # The cache folder is a process-wide setting that is read at decoration: the user's own kernels keep theirs.
+    settings: Any = numba.config
+    before = settings.CACHE_DIR
+    settings.CACHE_DIR = "" if _FOLDER is None else str(_FOLDER)
+    try:
+        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fast_math, cache=_FOLDER is not None)(function)
+    finally:
+        settings.CACHE_DIR = before
+    return cast(F, compiled)
+
+
+def kernels_are_cached() -> bool:
+    """Whether every kernel of this version has been compiled on this machine; else the first use takes a while."""
+    return _FOLDER is not None and (_FOLDER / _READY).exists()
+
+
+def mark_cached() -> None:
+    """Note that all kernels are in the cache now."""
+    if _FOLDER is None:
+        return
+    with contextlib.suppress(OSError):  # the disk filled up: the next start compiles what is missing, and says so
+        (_FOLDER / _READY).touch()
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("cpu_*.py")):
+        digest.update(source.read_bytes())
+    machine = (numba.__version__, sys.version, llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten())
+    digest.update(repr(machine).encode())
+    return digest.hexdigest()[:16]
+
+
+def _writable_folder() -> Path | None:
+    root = os.environ.get("CUPAGED_CACHE")
+    try:
+        base = Path(root) if root else Path.home() / ".cache" / "cupaged"
+        folder = base / f"kernels-{_fingerprint()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        logging.getLogger("cupaged").warning("compiled CPU kernels cannot be kept (%s): every start compiles them again; set CUPAGED_CACHE to a folder that can be written", error)
+        return None
+
+
+_FOLDER = _writable_folder()

@@ -1,0 +1,160 @@
+"""`cupaged chat`: a conversation that is kept, shortened when it grows too long, and never ended by Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from cupaged.cli.options import Settings, engine_options, sampling_options
+from cupaged.cli.prompts import Message, decode
+from cupaged.cli.terminal import Interruptible, error_line, open_llm
+from cupaged.errors import ChatTemplateError, RequestError
+from cupaged.outputs import CompletionOutput
+
+if TYPE_CHECKING:
+    from cupaged import LLM
+
+MAX_TOKENS = 512
+HELP = """\
+/reset   forget the conversation
+/help    show this
+/exit    leave; so does Ctrl-D
+Ctrl-C   stop an answer"""
+
+
+@click.command()
+@click.option("--system", metavar="TEXT", help="The system message.")
+@engine_options
+@sampling_options
+def command(system: str | None, **options: Any) -> None:
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D or /exit ends, /help lists what else there is.
+
+    When the conversation no longer fits the model's context, its oldest turns are dropped, and that is said.
+
+    \b
+    Examples:
+      cupaged chat
+      cupaged chat --system "Answer in French." --temperature 0.7
+      cupaged chat --model Qwen/Qwen2.5-0.5B-Instruct
+    """
+    settings = Settings.of(options, max_tokens=MAX_TOKENS)
+    llm = open_llm(settings)
+    talk(llm, Conversation(llm, settings, system), Console(highlight=False))
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and how the next answer is made."""
+
+    llm: LLM
+    settings: Settings
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    def ask(self, text: str) -> tuple[list[int], int]:
+        """Add the user's message; the prompt's token ids, and how many old messages were dropped to make it fit.
+
+        Room is kept for an answer of max_tokens, but at most a quarter of the context. Raises RequestError when the
+        message alone does not fit, and then it is not added.
+        """
+        engine = self.llm.engine
+        context = engine.config.max_model_len or engine.model_config.max_position
+        room = min(self.settings.sampling["max_tokens"], context // 4)
+        turns = [*self.turns, {"role": "user", "content": text}]
+        dropped = 0
+        while len(prompt := self.llm.tokenizer.encode_chat(self._messages(turns))) + room > context:
+            if len(turns) <= 2:
+                raise RequestError(f"the message is too long: {len(prompt)} tokens, and the context holds {context}")
+            turns, dropped = turns[2:], dropped + 2
+        self.turns = turns
+        return prompt, dropped
+
+    def answered(self, text: str) -> None:
+        self.turns.append({"role": "assistant", "content": text})
+
+    def forget_question(self) -> None:
+        """Take back the last `ask`, which got no answer."""
+        self.turns.pop()
+
+    def _messages(self, turns: list[Message]) -> list[Message]:
+        return turns if self.system is None else [{"role": "system", "content": self.system}, *turns]
+
+
+def talk(llm: LLM, conversation: Conversation, console: Console) -> None:
+    """Read, answer, until the input ends."""
+    if sys.stdin.isatty():
+        console.print(f"[bold]{llm.engine.model_name}[/bold]  [dim]/help for help, Ctrl-D to leave[/dim]")
+    while (line := _read(console)) is not None:
+        text = line.strip()
+        if text in ("/exit", "/quit"):
+            break
+        if text == "/reset":
+            conversation.turns.clear()
+            console.print("[dim]the conversation starts anew[/dim]")
+        elif text == "/help":
+            console.print(HELP, markup=False)
+        elif text.startswith("/") and text[1:].isalpha():
+            error_line(f"unknown command {text}; there are /reset, /help and /exit")
+        elif text:
+            _turn(llm, conversation, text, console)
+
+
+def _read(console: Console) -> str | None:
+    """The next line, or None at the end of the input. Ctrl-C here only clears the line."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.buffer.readline()
+        return decode(line, "standard input") if line else None
+    while True:
+        try:
+            return console.input("[bold green]> [/bold green]")
+        except EOFError:
+            console.print()
+            return None
+        except KeyboardInterrupt:
+            console.print("\n[dim]Ctrl-D or /exit to leave[/dim]")
+
+
+def _turn(llm: LLM, conversation: Conversation, text: str, console: Console) -> None:
+    try:
+        prompt, dropped = conversation.ask(text)
+        if dropped:
+            console.print(f"[dim](the {dropped} oldest messages were dropped: the context is full)[/dim]")
+        answer = _answer(llm, conversation, prompt)
+    except ChatTemplateError:
+        raise
+    except RequestError as error:
+        error_line(error)
+        return
+    if answer is None or not answer.text:
+        conversation.forget_question()
+        console.print("[dim](no answer)[/dim]")
+        return
+    conversation.answered(answer.text)
+    if answer.finish_reason == "abort":
+        console.print("[dim](stopped)[/dim]")
+    elif answer.finish_reason == "length":
+        console.print("[dim](cut at the longest answer allowed: --max-tokens)[/dim]")
+
+
+def _answer(llm: LLM, conversation: Conversation, prompt: list[int]) -> CompletionOutput | None:
+    """Write the answer as it comes, until it ends or Ctrl-C; None if nothing had come yet."""
+    engine = llm.engine
+    request = engine.add_request(prompt, conversation.settings.params(engine.default_params))
+    answer: CompletionOutput | None = None
+    shown = 0
+    with Interruptible() as interrupt:
+        while engine.has_unfinished():
+            outputs = engine.step()
+            if interrupt.pressed:
+                aborted = engine.abort(request)
+                outputs = [aborted] if aborted else outputs
+            for output in outputs:
+                answer = output.outputs[0]
+                click.echo(answer.text[shown:], nl=False)
+                shown = len(answer.text)
+    click.echo()
+    return answer

@@ -1,0 +1,103 @@
+"""The command line's door: which commands there are, and what each way of ending means to the shell.
+
+    0 fine   1 failed   2 wrong usage   130 interrupted   141 the reader of our output went away
+
+A command's module is imported when the command is called, so that `cupaged --version` imports little more than click.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from cupaged._version import __version__
+from cupaged.errors import ConfigError, CupagedError
+
+COMMANDS = {
+    "generate": "Complete prompts: one, or many at once.",
+    "chat": "Talk with a model.",
+    "perplexity": "How well a model predicts a text.",
+    "pull": "Fetch models now, to use them offline.",
+    "models": "List the built-in models.",
+}
+FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+
+
+class _LazyCommands(click.Group):
+    """Lists the commands without importing them; `cupaged.cli.<name>.command` is the command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"cupaged.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="cupaged", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Run language models over a paged KV cache, on any computer.
+
+    \b
+      cupaged generate "The three primary colours are"
+      cupaged chat
+      cupaged generate --help
+    """
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; every failure has become one line on stderr.
+
+    click's own `main` is not used: it has other ideas about a closed pipe and an interrupt.
+    """
+    _open_missing_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?", and the answer goes on
+    try:
+        try:
+            with cli.make_context("cupaged", list(sys.argv[1:] if args is None else args)) as context:
+                cli.invoke(context)
+        finally:
+            sys.stdout.flush()
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        return INTERRUPTED
+    except CupagedError as error:
+        click.echo(f"error: {error}", err=True)
+        return USAGE if isinstance(error, ConfigError) else FAILED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere, silently
+        return CLOSED_PIPE
+    except OSError as error:
+        click.echo(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", err=True)
+        return FAILED
+    return 0
+
+
+def _open_missing_streams() -> None:
+    """Give a process that was started with a stream closed (`>&-`) an empty one in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run())

@@ -1,0 +1,144 @@
+"""The options that commands share: the engine's, and a request's sampling parameters.
+
+An option only names a field of EngineConfig or SamplingParams and reads its type; what it means and which values are
+right is theirs to say. An option that nobody gave stays None and leaves the field's default alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from cupaged.cli import config_file
+from cupaged.config import EngineConfig
+from cupaged.hub import DEFAULT_MODEL
+from cupaged.params import SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def memory_size(text: Any) -> int:
+    """Bytes: 536870912, 512MiB (powers of 1024), 512MB or 512M (powers of 1000)."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 512MB or 2GiB")
+    number, prefix, binary = match.groups()
+    power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def logit_bias(text: Any) -> tuple[int, float]:
+    """One pair ID=VALUE."""
+    try:
+        token, number = str(text).split("=")
+        return int(token), float(number)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not of the form ID=VALUE, such as 42=-100") from error
+
+
+def _option(*names: str, **settings: Any) -> Callable[[F], F]:
+    """A click option that may also come from the environment: --block-size from CUPAGED_BLOCK_SIZE."""
+    if not settings.get("multiple"):
+        long = next(name for name in names if name.startswith("--")).split("/")[0]
+        settings["envvar"] = "CUPAGED_" + long[2:].upper().replace("-", "_")
+    return click.option(*names, **({"default": None} | settings))
+
+
+ENGINE_OPTIONS = (
+    _option("--model", "-m", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, hub id or built-in name."),
+    _option("--device", help="auto, cpu, or reference (slow and exact)."),
+    _option("--dtype", help="Storage of the weights: auto, float32."),
+    _option("--kv-cache-dtype", help="Storage of keys and values: auto, float32."),
+    _option("--block-size", type=int, help="Tokens per KV block, 1 to 256 (default 16)."),
+    _option("--num-blocks", type=int, help="KV blocks in the pool."),
+    _option("--kv-cache-memory", type=memory_size, metavar="SIZE", help="Or the pool's size in bytes: 512MB, 2GiB."),
+    _option("--max-model-len", type=int, help="Longest sequence in tokens (default: the model's)."),
+    _option("--max-num-batched-tokens", type=int, help="Tokens computed in one step (default 512)."),
+    _option("--max-num-seqs", type=int, help="Sequences computed in one step (default 64)."),
+    _option("--preemption", help="What to do when the pool is full: recompute."),
+    _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
+)
+
+SAMPLING_OPTIONS = (
+    _option("--temperature", type=float, help="0 is greedy (default: the model's, else 1)."),
+    _option("--top-k", type=int, help="Keep the k most likely tokens; 0: all."),
+    _option("--top-p", type=float, help="Keep the likeliest tokens up to this probability."),
+    _option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
+    _option("--repetition-penalty", type=float, help="Above 1: fewer repetitions of prompt and answer."),
+    _option("--presence-penalty", type=float, help="-2 to 2, once for each token already in the answer."),
+    _option("--frequency-penalty", type=float, help="-2 to 2, for each time a token is in the answer."),
+    _option("--seed", type=int, help="Same seed, same answer."),
+    _option("--max-tokens", type=int, help="Most tokens of an answer."),
+    _option("--min-tokens", type=int, help="No end before this many tokens."),
+    _option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeatable."),
+    _option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End at this token; repeatable."),
+    _option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never write this; repeatable."),
+    _option("--logit-bias", type=logit_bias, multiple=True, metavar="ID=VALUE", help="Add VALUE to a token's logit; repeatable."),
+    _option("--ignore-eos/--no-ignore-eos", help="Go on after the model's end of text."),
+    _option("--logprobs", type=int, help="Report this many likely tokens per token (--json)."),
+    _option("--prompt-logprobs", type=int, help="The same for the prompt's tokens (--json)."),
+    _option("--skip-special-tokens/--no-skip-special-tokens", help="Leave special tokens out of the text (default)."),
+    _option("--include-stop-str-in-output/--no-include-stop-str-in-output", help="Keep the stop text."),
+)
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
+    path = value or config_file.default_path()
+    if value is None and not path.is_file():
+        return
+    carrier = _with(ENGINE_OPTIONS + SAMPLING_OPTIONS)(click.Command("all"))
+    ctx.default_map = config_file.read(path, carrier.params)
+
+
+def _with(options: tuple[Callable[[Any], Any], ...]) -> Callable[[F], F]:
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_CONFIG_OPTION = click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    envvar="CUPAGED_CONFIG",
+    is_eager=True,
+    expose_value=False,
+    callback=_read_config,
+    help="TOML file of options (default: ~/.config/cupaged/config.toml).",
+)
+
+engine_options = _with((*ENGINE_OPTIONS, _CONFIG_OPTION))
+sampling_options = _with(SAMPLING_OPTIONS)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose, checked: a model, EngineConfig fields and SamplingParams fields; others keep their default."""
+
+    model: str
+    engine: dict[str, Any]
+    sampling: dict[str, Any]
+
+    @classmethod
+    def of(cls, options: dict[str, Any], **defaults: Any) -> Settings:
+        """Sort a command's options; `defaults` are the command's own sampling defaults. Raises ConfigError."""
+        given = {name: value for name, value in options.items() if value is not None and value != ()}
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(given["logit_bias"])
+        engine = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
+        sampling = {field.name: given[field.name] for field in fields(SamplingParams) if field.name in given}
+        EngineConfig.from_options(**engine)
+        SamplingParams.from_mapping(defaults | sampling)
+        return cls(given["model"], engine, defaults | sampling)
+
+    def params(self, base: SamplingParams, **changes: Any) -> SamplingParams:
+        """The model's own defaults, then the user's options, then one request's changes. Raises ParameterError."""
+        model = {field.name: getattr(base, field.name) for field in fields(base)}
+        return SamplingParams.from_mapping(model | self.sampling | changes)

@@ -1,0 +1,103 @@
+"""LLM: the engine for scripts. Prompts in, finished outputs back, in the order of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from cupaged.config import EngineConfig
+from cupaged.engine import Engine, Prompt
+from cupaged.errors import ConfigError, RequestError
+from cupaged.hub import DEFAULT_MODEL
+from cupaged.model_loader import Progress, open_engine
+from cupaged.outputs import RequestOutput
+from cupaged.params import SamplingParams
+from cupaged.text.tokenizer import Tokenizer
+
+Conversation = Sequence[Mapping[str, str]]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """A loaded model. `options` are the fields of EngineConfig, by name.
+
+        llm = LLM("smollm2-135m-instruct", max_num_seqs=16)
+        llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
+        self.engine: Engine = open_engine(model, EngineConfig.from_options(**options), progress)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError where the model has none."""
+        if self.engine.tokenizer is None:
+            raise RequestError(f"{self.engine.model_name} has no tokenizer")
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts together; one finished output each, in their order.
+
+        A prompt is a string or a list of token ids; params are one for all, or one a prompt; None: the model's
+        defaults. `on_output` is called with every growing output. Raises RequestError for a prompt that cannot be
+        served, before any is run. When it raises (or is interrupted), none of these requests is left behind.
+        """
+        many = _as_prompts(prompts)
+        ids: list[str] = []
+        finished: dict[str, RequestOutput | None] = {}
+        try:
+            for prompt, each in zip(many, _as_params(params, len(many)), strict=True):
+                request_id = self.engine.add_request(prompt, each)
+                ids.append(request_id)
+                finished[request_id] = None
+            while None in finished.values():
+                for output in self.engine.step():
+                    if output.request_id not in finished:
+                        continue  # somebody else's, in the same engine
+                    if output.finished:
+                        finished[output.request_id] = output
+                    if on_output is not None:
+                        on_output(output)
+        finally:
+            for request_id in ids:
+                self.engine.abort(request_id)
+        return [output for output in finished.values() if output is not None]
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}), or several, through the model's chat template."""
+        if not messages:
+            raise RequestError("the conversation is empty: give at least one message")
+        many = cast(Sequence[Conversation], [messages] if isinstance(messages[0], Mapping) else messages)
+        prompts = [self.tokenizer.encode_chat(conversation) for conversation in many]
+        return self.generate(prompts, params, on_output=on_output)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many -> many. A list of integers is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and all(isinstance(p, (int, np.integer)) for p in prompts):
+        return [prompts]  # type: ignore[list-item]  # just checked: token ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: Params, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise ConfigError(f"{len(params)} sampling parameters were given for {count} prompts: give one, or one a prompt")
+    return list(params)

@@ -1,0 +1,77 @@
+"""open_engine: a model's name -> a running Engine. The one place where all the parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+
+from cupaged.backends import open_backend
+from cupaged.backends.base import Backend
+from cupaged.cache.manager import CacheManager
+from cupaged.checkpoint import open_checkpoint
+from cupaged.checkpoint.base import Checkpoint, GenerationDefaults
+from cupaged.config import EngineConfig
+from cupaged.engine import Engine
+from cupaged.hub import resolve_model
+from cupaged.memory import available_memory, size_pool
+from cupaged.model.kv_store import KVStore
+from cupaged.model.llama import Llama
+from cupaged.model.rope import rope_tables
+from cupaged.model.runner import Runner
+from cupaged.model.weights import load_weights
+from cupaged.params import SamplingParams
+from cupaged.scheduler import Scheduler
+from cupaged.text.tokenizer import load_tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total)."""
+
+
+def open_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Find, open and load a model and set an engine up for it.
+
+    `model` is a folder, a GGUF file, an alias or a hub id (see hub.resolve_model). Raises HubError, CheckpointError,
+    ConfigError or BackendError, each with one line.
+    """
+    checkpoint = open_checkpoint(resolve_model(model, progress))
+    tokenizer = load_tokenizer(checkpoint) if _has_tokenizer(checkpoint) else None
+    config = size_pool(config, checkpoint.config, np.dtype(np.float32).itemsize, available_memory())
+    assert config.num_blocks is not None
+    assert config.max_model_len is not None
+
+    announce = None if progress is None else lambda line: progress(line, 0, 0)
+    backend = open_backend(config.device, config.threads, announce)
+    llama = _load(checkpoint, backend, config.max_model_len, progress)
+    runner = Runner(
+        backend,
+        llama,
+        KVStore(backend, checkpoint.config, config.num_blocks, config.block_size),
+        max_rows=config.max_num_batched_tokens,
+        max_seqs=config.max_num_seqs,
+    )
+    scheduler = Scheduler(
+        CacheManager(config.num_blocks, config.block_size),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    return Engine(scheduler, runner, config, checkpoint.config, tokenizer, _params(checkpoint.generation), model)
+
+
+def _has_tokenizer(checkpoint: Checkpoint) -> bool:
+    """A model without one still serves token ids."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    return "tokenizer.ggml.model" in checkpoint.metadata or any(checkpoint.file(name) for name in names)
+
+
+def _load(checkpoint: Checkpoint, backend: Backend, max_model_len: int, progress: Progress | None) -> Llama:
+    report = None if progress is None else lambda done, total: progress("loading weights", done, total)
+    weights = load_weights(checkpoint, backend, report)
+    cos, sin = rope_tables(checkpoint.config, max_model_len)
+    return Llama(checkpoint.config, weights, backend.upload(cos), backend.upload(sin))
+
+
+def _params(defaults: GenerationDefaults) -> SamplingParams:
+    given = {f.name: getattr(defaults, f.name) for f in fields(defaults)}
+    return SamplingParams(**{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,121 @@
+"""bench_cpu.py's raw figures as Markdown: one table a measurement, ratios between medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from bench_figures import agreement, percentile, ratio_of_medians, spread, table
+
+OURS = "cupaged"
+MEGABYTE = 1e6
+
+Figures = dict[str, Any]
+Runs = dict[str, list[Figures]]
+"""Engine -> one Figures a repetition."""
+
+
+def render(machine: dict[str, str], results: dict[str, Runs]) -> str:
+    parts = ["\n".join(f"{name}: {value}" for name, value in (machine | _versions(results)).items())]
+    for measurement, runs in results.items():
+        parts.append(f"## {measurement}\n\n{_SECTIONS[measurement](runs)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _versions(results: dict[str, Runs]) -> dict[str, str]:
+    """Engine -> the versions it ran with."""
+    first = {name: runs[0] for measured in results.values() for name, runs in measured.items() if "versions" in runs[0]}
+    return {name: ", ".join(f"{k} {v}" for k, v in figures["versions"].items()) for name, figures in first.items()}
+
+
+# ---- one figure of one process
+
+
+def output_speed(figures: Figures) -> float:
+    """Generated tokens a second, over all requests."""
+    return sum(map(len, figures["token_ids"])) / float(figures["seconds"])
+
+
+def decode_speed(figures: Figures) -> float:
+    """Tokens a second of one stream after its first token."""
+    return (len(figures["token_ids"][0]) - 1) / float(figures["seconds"] - figures["first_token"][0])
+
+
+def prompt_speed(figures: Figures) -> float:
+    """Prompt tokens a second of one request, its first token included."""
+    return float(figures["prompt_tokens"] / figures["first_token"][0])
+
+
+def first_token_ms(figures: Figures) -> float:
+    return 1000 * statistics.fmean(figures["first_token"])
+
+
+def floor_share(figures: Figures) -> float:
+    """Percent of the time that the matrices alone would have taken."""
+    return 100 * float(figures["floor_seconds"] / figures["seconds"])
+
+
+# ---- tables
+
+
+def _compare(runs: Runs, speed: Callable[[Figures], float], columns: dict[str, Callable[[Figures], float]], unit: str) -> str:
+    rows = []
+    for name, figures in runs.items():
+        speeds = [speed(one) for one in figures]
+        rows.append(
+            [name, spread(speeds)]
+            + [spread([column(one) for one in figures], 0) for column in columns.values()]
+            + [f"{spread([one['peak_bytes'] / MEGABYTE for one in figures], 0)}"]
+            + [spread([floor_share(one) for one in figures], 0) if "floor_seconds" in figures[0] else "-"]
+            + [f"{100 * agreement(runs[OURS][0]['token_ids'], figures[0]['token_ids']):.0f}"]
+            + [f"{ratio_of_medians([speed(one) for one in runs[OURS]], speeds):.2f}"]
+        )
+    header = ["engine", unit, *columns, "peak memory MB", "% of the time at the GEMM floor", "% same tokens", "cupaged is x faster"]
+    return table(header, rows)
+
+
+def _workload(runs: Runs) -> str:
+    columns: dict[str, Callable[[Figures], float]] = {
+        "first token ms, mean": first_token_ms,
+        "p50": lambda figures: 1000 * percentile(figures["first_token"], 50),
+        "p95": lambda figures: 1000 * percentile(figures["first_token"], 95),
+    }
+    return _compare(runs, output_speed, columns, "output tokens/s")
+
+
+def _stream(runs: Runs) -> str:
+    return _compare(runs, decode_speed, {"first token ms": first_token_ms}, "decode tokens/s")
+
+
+def _prefill(runs: Runs) -> str:
+    return _compare(runs, prompt_speed, {}, "prompt tokens/s")
+
+
+def host_shares(figures: Figures) -> dict[str, float]:
+    """Milliseconds of a median full step by part, and `share`: the percentage that is not the model's arithmetic."""
+    steps = figures["host_steps"]
+    median = {name: 1000 * statistics.median(step[name] for step in steps) for name in steps[0]}
+    outside = statistics.median(1 - (step["forward"] + step["head"]) / step["total"] for step in steps)
+    return {**median, "share": 100 * outside}
+
+
+def _host(runs: Runs) -> str:
+    shares = [host_shares(figures) for figures in runs[OURS]]
+    names = ["total", "forward", "head", "sampling", "schedule", "apply"]
+    row = [spread([share[name] for share in shares], 2) for name in names] + [spread([share["share"] for share in shares])]
+    return table(["step ms", *(f"{name} ms" for name in names[1:]), "% bookkeeping and sampling"], [row])
+
+
+def _startup(runs: Runs) -> str:
+    row = [spread([figures[name] for figures in runs[OURS]], 2) for name in ("cached", "first_run")]
+    return table(["everything cached, s", "first run, no compiled kernels, s"], [row])
+
+
+_SECTIONS: dict[str, Callable[[Runs], str]] = {
+    "workload": _workload,
+    "stream": _stream,
+    "prefill": _prefill,
+    "host": _host,
+    "startup": _startup,
+}

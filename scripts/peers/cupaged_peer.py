@@ -1,0 +1,114 @@
+"""cupaged, measured: a job on stdin, figures on stdout (see peer_job.py).
+
+Beside the times it reports the floor of the very steps that were run (see gemm_floor.py), and for the measurement `host`
+where the time of a full decode step went.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cupaged import LLM, SamplingParams  # before anything else that imports NumPy: it sets the BLAS policy
+
+# isort: split
+import threadpoolctl
+from gemm_floor import Shapes, floor_seconds, gflops, measure
+from peer_job import Answers, Job, Request, peak_memory, read_job, report, versions
+
+import cupaged.model.runner
+from cupaged.step_plan import StepRecord
+
+
+class Stopwatch:
+    """Times every call of an object's attribute, by putting itself in its place."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.seconds = 0.0
+        self._function: Callable[..., Any] = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+class HostShare:
+    """Splits the wall time of full decode steps into the model's arithmetic, sampling, and all the rest.
+
+    The clock runs from one StepRecord to the next, so whatever happens between two steps counts as well.
+    """
+
+    def __init__(self, llm: LLM, sequences: int) -> None:
+        self._sequences = sequences
+        runner = llm.engine._runner
+        self._watches = {
+            "forward": Stopwatch(cupaged.model.runner, "forward"),
+            "head": Stopwatch(runner, "_head"),
+            "sampling": Stopwatch(runner._backend, "sample"),  # type: ignore[attr-defined]  # the protocol hides it
+        }
+        self._before = time.perf_counter()
+        self.steps: list[dict[str, float]] = []
+        llm.engine.observers.append(self._record)
+
+    def _record(self, record: StepRecord) -> None:
+        now = time.perf_counter()
+        parts = {name: watch.seconds for name, watch in self._watches.items()}
+        for watch in self._watches.values():
+            watch.seconds = 0.0
+        if record.num_decode == record.num_tokens == self._sequences:
+            known = {"schedule": record.schedule_seconds, "apply": record.apply_seconds}
+            self.steps.append({"total": now - self._before, **parts, **known})
+        self._before = now
+
+
+def generate(llm: LLM, requests: list[Request]) -> Answers:
+    params = [SamplingParams(temperature=0, max_tokens=r.max_new_tokens, ignore_eos=True) for r in requests]
+    started = time.perf_counter()
+    outputs = llm.generate([r.prompt_ids for r in requests], params)
+    seconds = time.perf_counter() - started
+    first = [output.metrics.first_token or started for output in outputs]
+    return Answers([o.outputs[0].token_ids for o in outputs], [at - started for at in first], seconds)
+
+
+def floor(llm: LLM, records: list[StepRecord]) -> dict[str, Any]:
+    steps = [(record.num_tokens, record.num_sampled) for record in records]
+    shapes = Shapes.of(llm.engine.model_config)
+    costs = measure(shapes, {rows for rows, _ in steps}, {sampled for _, sampled in steps if sampled})
+    speeds = {str(rows): gflops(shapes, rows, seconds) for rows, seconds in sorted(costs.layer.items())}
+    return {"floor_seconds": floor_seconds(steps, costs, shapes.num_layers), "floor_gflops": speeds}
+
+
+def blas() -> str:
+    libraries = [library for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
+    return ", ".join(f"{lib['internal_api']} {lib['version']} {lib.get('architecture')} x{lib['num_threads']}" for lib in libraries)
+
+
+def run(job: Job) -> None:
+    began = time.perf_counter()
+    llm = LLM(job.model, threads=job.threads)
+    load_seconds = time.perf_counter() - began
+    if job.warm_up:
+        generate(llm, job.warm_up)
+    records: list[StepRecord] = []
+    llm.engine.observers.append(records.append)
+    host = HostShare(llm, len(job.requests)) if job.measurement == "host" else None
+    answers = generate(llm, job.requests)
+    more: dict[str, Any] = {"peak_bytes": peak_memory()} | ({"host_steps": host.steps} if host else floor(llm, records))
+    report(
+        job,
+        answers,
+        load_seconds=load_seconds,
+        versions=versions("cupaged", "numpy", "numba") | {"BLAS": blas()},
+        steps=[[r.num_tokens, r.num_sampled, r.schedule_seconds, r.run_seconds, r.apply_seconds] for r in records],
+        preempted=sum(record.num_preempted for record in records),
+        **more,
+    )
+
+
+if __name__ == "__main__":
+    run(read_job())

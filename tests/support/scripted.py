@@ -1,0 +1,115 @@
+"""An engine whose model says what it is told: for everything that happens to text and requests around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupaged.cache.manager import CacheManager
+from cupaged.config import EngineConfig, ModelConfig
+from cupaged.engine import Engine
+from cupaged.scheduler import Scheduler
+from cupaged.step_plan import ModelOutput, StepPlan, TokenLogprobs
+
+EOS = 0
+
+
+class PieceTokenizer:
+    """Pieces of text as tokens: token id -> piece. Id 0 is the special token <eos>."""
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = ["<eos>", *pieces]
+        self.special_ids = frozenset([EOS])
+        self.strip_left = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = []
+        while text:
+            piece = max((p for p in self.pieces if text.startswith(p)), key=len)
+            ids.append(self.pieces.index(piece))
+            text = text[len(piece) :]
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.pieces[token_id].encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+
+class ScriptedModel:
+    """Answers every sequence with its script, by sequence number (or with `default`), whatever was computed."""
+
+    def __init__(self, scripts: Mapping[int, Sequence[int]] | None = None, default: Sequence[int] = (1,)) -> None:
+        self.scripts = dict(scripts or {})
+        self.default = default
+        self.plans: list[StepPlan] = []
+        self.before_run: Callable[[StepPlan], None] = lambda plan: None
+        self._prompt: dict[int, int] = {}
+
+    def run(self, plan: StepPlan) -> ModelOutput:
+        self.before_run(plan)
+        self.plans.append(plan)
+        tokens = []
+        for item in plan.sampled:
+            first = self._prompt.setdefault(item.seq_id, item.sample.position)
+            script = self.scripts.get(item.seq_id, self.default)
+            tokens.append(script[(item.sample.position - first) % len(script)])
+        ids = np.array(tokens, np.int32)
+        reports = {
+            item.seq_id: _logprobs(item.prompt_targets)
+            for item in plan.sequences
+            if item.prompt_targets is not None and len(item.prompt_targets)
+        }
+        return ModelOutput(ids, _logprobs(ids), reports)
+
+
+def _logprobs(ids: np.ndarray) -> TokenLogprobs:
+    """Each token t: logprob -t, rank 2, and two likelier-looking ones."""
+    n = len(ids)
+    top = np.tile(np.array([[1, 2]], np.int32), (n, 1))
+    return TokenLogprobs(
+        ids, -ids.astype(np.float32), np.full(n, 2, np.int32), top, np.full((n, 2), -0.5, np.float32)
+    )
+
+
+def make_engine(
+    model: Any,
+    pieces: Sequence[str] | None = ("a", "b", "c"),
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_model_len: int = 128,
+    vocab_size: int = 64,
+    **options: Any,
+) -> Engine:
+    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len, **options)
+    model_config = ModelConfig(
+        architecture="llama",
+        vocab_size=vocab_size,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_position=max_model_len,
+        eos_token_ids=(EOS,),
+    )
+    scheduler = Scheduler(
+        CacheManager(num_blocks, block_size),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    tokenizer: Any = None if pieces is None else PieceTokenizer(pieces)
+    return Engine(scheduler, model, config, model_config, tokenizer)
+
+
+def finish(engine: Engine) -> list[Any]:
+    """Run until nothing is left; every output in the order it came."""
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    return outputs

@@ -1,0 +1,230 @@
+"""Opening a backend, its threads, and the kernels' disk cache; what the operations compute is test_conformance.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cupaged import _blas
+from cupaged.backends import open_backend
+from cupaged.backends.cpu import CpuBackend
+from cupaged.backends.cpu_threads import Team
+from cupaged.errors import ConfigError
+
+LINEAR_AND_NORM = """
+import numpy as np
+w, x = np.ones((3, 4), np.float32), np.ones((2, 4), np.float32)
+out, normed = np.empty((2, 3), np.float32), np.empty((2, 4), np.float32)
+from cupaged.backends.cpu import PackedMatrix
+backend.linear(x, PackedMatrix(w, np.zeros(3, np.float32)), out)
+backend.rms_norm(x, np.ones(4, np.float32), 0.0, normed)
+assert (out == 4).all() and (normed == 1).all()
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENBLAS", "NUMBA"))}
+    run = subprocess.run([sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+# ---- which backend
+
+
+@pytest.mark.parametrize(("device", "name"), [("auto", "cpu"), ("cpu", "cpu"), ("reference", "reference")])
+def test_a_device_names_its_backend(device: str, name: str) -> None:
+    assert open_backend(device).name == name
+
+
+@pytest.mark.parametrize("device", ["cuda", "emu", "CPU", ""])
+def test_another_device_is_refused_in_one_line(device: str) -> None:
+    with pytest.raises(ConfigError, match=r"^device .* use auto, cpu or reference$"):
+        open_backend(device)
+
+
+def test_the_reference_backend_needs_no_compiler() -> None:
+    python("import sys; from cupaged.backends import open_backend; open_backend('reference'); assert 'numba' not in sys.modules")
+
+
+# ---- threads
+
+
+def test_threads_default_to_the_cores_this_process_may_use() -> None:
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from cupaged._blas import usable_cores; print(usable_cores())"
+    assert CpuBackend().threads == _blas.usable_cores() >= 1
+    if hasattr(os, "sched_setaffinity"):
+        assert python(code).stdout == "1\n"
+
+
+def test_the_number_of_threads_is_also_blas_own() -> None:
+    code = "import threadpoolctl; from cupaged.backends import open_backend; open_backend('cpu', threads={}); print({{i['num_threads'] for i in threadpoolctl.threadpool_info() if i['user_api'] == 'blas'}})"
+    for threads in (1, 2):
+        assert python(code.format(threads)).stdout == f"{{{threads}}}\n"
+
+
+def test_every_part_runs_once_and_the_caller_waits_for_all() -> None:
+    seen: list[tuple[int, int, str, bool]] = []
+    lock, meet = threading.Lock(), threading.Barrier(4, timeout=10)
+
+    def kernel(part: int, parts: int, word: str) -> None:
+        meet.wait()  # passes only when all parts run at the same time
+        with lock:
+            seen.append((part, parts, word, threading.current_thread() is threading.main_thread()))
+
+    Team(4).run(kernel, "w")
+    assert sorted(seen) == [(p, 4, "w", p == 0) for p in range(4)]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_in_a_part_reaches_the_caller_and_the_team_goes_on(failing: int) -> None:
+    team, done = Team(3), []
+
+    def kernel(part: int, parts: int, fail: bool) -> None:
+        if fail and part == failing:
+            raise ZeroDivisionError(part)
+        done.append(part)
+
+    with pytest.raises(ZeroDivisionError, match=str(failing)):
+        team.run(kernel, True)
+    assert sorted(done) == sorted({0, 1, 2} - {failing})
+    done.clear()
+    team.run(kernel, False)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_an_interrupt_waits_for_the_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = threading.Event()
+
+    def kernel(part: int, parts: int) -> None:
+        if part == 0:
+            raise KeyboardInterrupt
+        threading.Event().wait(0.1)
+        finished.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        Team(2).run(kernel)
+    assert finished.is_set()
+
+
+def test_the_threads_end_with_the_team() -> None:
+    before = threading.active_count()
+    team = Team(5)
+    assert threading.active_count() == before + 4
+    workers = [t for t in threading.enumerate() if t.name == "cupaged-kernel"]
+    del team
+    for worker in workers[-4:]:
+        worker.join(timeout=5)
+    assert threading.active_count() == before
+
+
+# ---- NumPy's policy
+
+
+def test_numpy_is_loaded_under_the_policy_and_the_environment_is_put_back() -> None:
+    code = """
+import os
+before = dict(os.environ)
+from cupaged import _blas
+import sys
+assert "numpy" not in sys.modules
+_blas.load_numpy()
+assert "numpy" in sys.modules and _blas.policy_applies() and dict(os.environ) == before
+"""
+    python(code)
+
+
+def test_the_users_own_policy_stays() -> None:
+    code = """
+import os
+from cupaged import _blas
+_blas.load_numpy()
+assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "9" and _blas.policy_applies()
+"""
+    python(code, OPENBLAS_THREAD_TIMEOUT="9")
+
+
+def test_numpy_imported_first_gets_one_warning() -> None:
+    code = "import numpy; from cupaged.backends import open_backend; open_backend('cpu', 2); open_backend('cpu', 2)"
+    error = python(code).stderr
+    assert error.count("import cupaged first") == (1 if "openblas" in _blas_names() else 0)
+    assert python("from cupaged import _blas; _blas.load_numpy();" + code).stderr == ""
+
+
+def _blas_names() -> set[str]:
+    import threadpoolctl
+
+    return {library["internal_api"] for library in threadpoolctl.threadpool_info()}
+
+
+# ---- the kernels' cache
+
+
+def test_kernels_are_kept_and_the_users_numba_settings_are_not_touched(tmp_path: Path) -> None:
+    code = """
+import numba
+from cupaged.backends import cpu_jit
+assert numba.config.CACHE_DIR == "mine" and not cpu_jit.kernels_are_cached()
+said = []
+from cupaged.backends import open_backend
+backend = open_backend("cpu", announce=said.append)
+assert len(said) == 1 and "compiling" in said[0] and cpu_jit.kernels_are_cached()
+assert numba.config.CACHE_DIR == "mine"
+""" + LINEAR_AND_NORM
+    run = "said = []\nfrom cupaged.backends import open_backend\nbackend = open_backend('cpu', announce=said.append)\nassert not said\n"
+    home = {"CUPAGED_CACHE": str(tmp_path)}
+    python(code, NUMBA_CACHE_DIR="mine", **home)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
+    assert len(kept) > 20
+    python(run + LINEAR_AND_NORM, **home)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == kept  # loaded, not compiled
+
+
+def test_without_a_writable_folder_one_kernel_still_compiles_with_one_warning(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    code = "from cupaged.backends import cpu\nbackend = cpu.CpuBackend(1)\n" + LINEAR_AND_NORM
+    error = python(code, CUPAGED_CACHE=str(blocked)).stderr
+    assert error.count("cannot be kept") == 1
+    assert "CUPAGED_CACHE" in error
+
+
+def test_the_folder_is_named_by_the_sources(tmp_path: Path) -> None:
+    code = "from cupaged.backends import cpu_jit; print(cpu_jit._FOLDER.name)"
+    first = python(code, CUPAGED_CACHE=str(tmp_path)).stdout
+    changed = "import pathlib; read = pathlib.Path.read_bytes; pathlib.Path.read_bytes = lambda p: read(p) + b'# edited'\n"
+    assert first == python(code, CUPAGED_CACHE=str(tmp_path)).stdout
+    assert first != python(changed + code, CUPAGED_CACHE=str(tmp_path)).stdout
+
+
+def test_the_warm_up_leaves_no_kernel_to_be_compiled() -> None:
+    from cupaged.backends import cpu_attention, cpu_kernels
+
+    open_backend("cpu")
+    for module in (cpu_attention, cpu_kernels):
+        for name, kernel in vars(module).items():
+            if hasattr(kernel, "signatures") and not name.startswith("_") and name != "exp":
+                assert kernel.signatures, name
+
+
+def test_memory_for_a_matrix_stays_near_its_size() -> None:
+    psutil = pytest.importorskip("psutil")
+    rows, columns = 24_000, 1024  # 98 MB
+
+    class Ones:
+        name, storage, shape = "ones", "F32", (rows, columns)
+
+        def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+            return np.ones((len(range(*slice(start, stop).indices(rows))), columns), np.float32)
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    matrix = CpuBackend(1).load_matrix([Ones()])
+    grown = process.memory_info().rss - before
+    assert grown < 1.25 * matrix.weight.nbytes

@@ -1,0 +1,192 @@
+"""The command as a process: pipes that close, Ctrl-C at any time, and a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripted_llm import ANSWER
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "tests.support.scripted_llm"]
+
+
+def environment(delay: float = 0.0) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("CUPAGED_")}
+    return own | {"SCRIPTED_DELAY": str(delay), "XDG_CONFIG_HOME": "/nonexistent", "TERM": "xterm", "COLUMNS": "100"}
+
+
+def shell(line: str, delay: float = 0.0) -> subprocess.CompletedProcess[str]:
+    env = environment(delay) | {"C": " ".join(COMMAND)}
+    return subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+# Pipes
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    done = shell('yes hi | head -200 | $C generate --file - | head -n 1; echo "${PIPESTATUS[2]}"', delay=0.002)
+    assert (done.stdout, done.stderr) == (f"{ANSWER}\n141\n", "")
+
+
+def test_a_pipe_closed_before_the_first_word_ends_quietly() -> None:
+    done = shell("$C generate hi | true; echo ${PIPESTATUS[0]}", delay=0.1)
+    assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    done = shell("$C generate hi > /dev/full")
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_a_closed_stdout_is_no_crash() -> None:
+    assert "Traceback" not in shell("$C generate hi >&-").stderr
+
+
+# Ctrl-C
+
+
+@pytest.mark.parametrize("args", [["--json"], []])
+def test_an_interrupt_ends_generate_in_one_line(args: list[str]) -> None:
+    command = [*COMMAND, "generate", "--file", "-", *args]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(0.02), stdin=-1, stdout=-1, stderr=-1, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write('{"prompt": "a", "max_tokens": 1}\n{"prompt": "b", "ignore_eos": true, "max_tokens": 100}\n')
+    process.stdin.close()
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert process.stdout.read() == ""
+    assert process.stderr is not None
+    assert process.stderr.read() == "interrupted\n"
+
+
+# A terminal
+
+
+class Terminal:
+    """A process whose stdin, stdout and stderr are a terminal."""
+
+    def __init__(self, args: list[str], delay: float) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *args],
+            cwd=ROOT,
+            env=environment(delay),
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+        )
+        os.close(slave)
+        self.text = ""
+
+    def send(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def read(self) -> bool:
+        try:
+            data = os.read(self._master, 4096)
+        except OSError:  # the other side is closed
+            return False
+        self.text += data.decode(errors="replace")
+        return bool(data)
+
+    def wait_for(self, text: str) -> str:
+        """Everything up to `text`, which must come."""
+        while text not in self.text:
+            assert self.read(), f"ended without {text!r}: {self.text!r}"
+        before, _, self.text = self.text.partition(text)
+        return before
+
+    def end(self) -> tuple[int, str]:
+        while self.read():
+            pass
+        os.close(self._master)
+        return self.process.wait(timeout=20), self.text
+
+
+@contextlib.contextmanager
+def terminal(*args: str, delay: float = 0.0) -> Iterator[Terminal]:
+    started = Terminal(list(args), delay)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait()
+
+
+def test_one_prompt_streams_on_a_terminal() -> None:
+    with terminal("generate", "hi", delay=0.1) as screen:
+        screen.wait_for("He")
+        start = time.monotonic()
+        screen.wait_for("world.")
+        assert time.monotonic() - start > 0.5  # ten steps later, not at once
+        assert screen.end() == (0, "\r\n")
+
+
+def test_an_interrupt_ends_a_stream() -> None:
+    with terminal("generate", "hi", "--ignore-eos", delay=0.05) as screen:
+        screen.wait_for("He")
+        screen.send("\x03")
+        code, rest = screen.end()
+        assert code == 130
+        assert rest.endswith("interrupted\r\n")
+        assert "Traceback" not in rest
+
+
+def test_many_prompts_on_a_terminal_show_a_bar_and_the_answers() -> None:
+    with terminal("generate", "--file", "-", delay=0.02) as screen:
+        screen.send("one\ntwo\n\x04")
+        code, text = screen.end()
+        assert code == 0
+        assert text.count(ANSWER) == 2
+        assert "answering" in text
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat() -> None:
+    with terminal("chat", "--ignore-eos", "--max-tokens", "60", delay=0.05) as screen:
+        screen.wait_for("> ")
+        screen.send("\x03")  # at the prompt: nothing but a hint
+        screen.wait_for("Ctrl-D or /exit to leave")
+        screen.wait_for("> ")
+        screen.send("hi\n")
+        screen.wait_for("He")
+        screen.send("\x03")
+        screen.wait_for("(stopped)")
+        screen.wait_for("> ")
+        screen.send("again\n")
+        screen.wait_for("Hello")
+        screen.send("\x03")
+        screen.wait_for("(stopped)")
+        screen.wait_for("> ")
+        screen.send("\x04")
+        assert screen.end()[0] == 0
+
+
+def test_a_second_ctrl_c_leaves_a_step_that_takes_too_long() -> None:
+    with terminal("chat", delay=5) as screen:
+        screen.wait_for("> ")
+        screen.send("hi\n")
+        screen.wait_for("hi")
+        time.sleep(0.3)
+        screen.send("\x03")
+        time.sleep(0.2)
+        screen.send("\x03")
+        code, text = screen.end()
+        assert code == 130
+        assert "Traceback" not in text

@@ -1,0 +1,121 @@
+"""A request gets the same tokens alone, batched, in chunks, preempted, and next to aborted neighbours: greedy,
+sampled, with penalties and bans. On a small random Llama, where every logit is a float and ties do not happen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupaged import LLM, SamplingParams
+from tests.family_models import ROOT
+
+MODEL = str(ROOT / "llama_tied")
+ROOMY: dict[str, Any] = {"num_blocks": 400, "block_size": 4, "max_model_len": 100}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, repetition_penalty=1.7, frequency_penalty=0.5),
+    SamplingParams(seed=1, max_tokens=20, ignore_eos=True),
+    SamplingParams(seed=2, max_tokens=20, ignore_eos=True, temperature=1.5, top_k=20, top_p=0.9, min_p=0.01),
+    SamplingParams(seed=3, max_tokens=20, ignore_eos=True, presence_penalty=1.5, logit_bias={5: 4.0, 6: -100.0}),
+    SamplingParams(seed=4, max_tokens=20, stop_token_ids=list(range(40, 60)), min_tokens=12),
+]
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(8)
+    return [random.integers(1, 100, size).tolist() for size in (1, 5, 16, 17, 30, 44)]
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(device: str) -> list[list[int]]:
+    llm = LLM(MODEL, device=device, **ROOMY)
+    return [tokens(llm, [prompt], [params])[0] for prompt, params in zip(prompts(), PARAMS, strict=True)]
+
+
+def tokens(llm: LLM, many: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(many, params)]
+
+
+def test_the_parameters_matter(alone: list[list[int]]) -> None:
+    assert len({tuple(t) for t in alone}) == len(PARAMS)
+    assert all(len(t) >= 12 for t in alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 7, "max_num_seqs": 6}, id="chunked"),
+        pytest.param({"block_size": 1, "num_blocks": 500}, id="block size 1"),
+        pytest.param({"block_size": 37}, id="block size 37"),
+        pytest.param({"num_blocks": 26}, id="preempted"),
+        pytest.param({"num_blocks": 26, "max_num_batched_tokens": 9, "max_num_seqs": 6}, id="preempted and chunked"),
+    ],
+)
+def test_company_changes_no_token(device: str, alone: list[list[int]], options: dict[str, Any]) -> None:
+    llm = LLM(MODEL, device=device, **{**ROOMY, **options})
+    preemptions = 0
+
+    def count(record: Any) -> None:
+        nonlocal preemptions
+        preemptions += record.num_preempted
+
+    llm.engine.observers.append(count)
+    assert tokens(llm, prompts(), PARAMS) == alone
+    assert preemptions > 0 or options.get("num_blocks") != 26
+    llm.engine._scheduler.check_invariants()
+
+
+def test_aborted_neighbours_change_no_token(device: str, alone: list[list[int]]) -> None:
+    engine = LLM(MODEL, device=device, **{**ROOMY, "num_blocks": 40, "max_num_batched_tokens": 30, "max_num_seqs": 9}).engine
+    wanted = {}
+    for i, (prompt, params) in enumerate(zip(prompts(), PARAMS, strict=True)):
+        engine.add_request(prompt[::-1], params, f"doomed {i}")
+        wanted[engine.add_request(prompt, params)] = alone[i]
+    done = {}
+    step = 0
+    while engine.has_unfinished():
+        done.update({o.request_id: o.outputs[0].token_ids for o in engine.step() if o.finished})
+        if step % 2 == 0:
+            engine.abort(f"doomed {step // 2}")
+        step += 1
+    assert {request_id: done[request_id] for request_id in wanted} == wanted
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(device: str) -> None:
+    llm = LLM(MODEL, device=device, **ROOMY)
+    same = [SamplingParams(seed=s, max_tokens=12, ignore_eos=True) for s in (1, 1, 2, 2**64 - 1)]
+    a, b, c, d = tokens(llm, [[3, 4, 5]] * 4, same)
+    assert a == b
+    assert len({tuple(a), tuple(c), tuple(d)}) == 3
+
+
+def test_logprobs_are_the_models_own(device: str) -> None:
+    """Before bias, penalties and temperature: the same token has the same logprob whatever the parameters."""
+    llm = LLM(MODEL, device=device, **ROOMY)
+    plain = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
+    biased = SamplingParams(seed=1, temperature=0.3, max_tokens=1, logprobs=5, logit_bias={7: 100.0}, repetition_penalty=2.0)
+    first, second = (o.outputs[0] for o in llm.generate([[3, 4, 5]] * 2, [plain, biased]))
+    assert second.token_ids == [7]
+    assert first.token_ids != [7]
+    for token in first.logprobs[0]:
+        assert second.logprobs[0][token].logprob == pytest.approx(first.logprobs[0][token].logprob, abs=1e-5)
+
+
+def test_prompt_logprobs_are_those_of_greedy_decoding(device: str) -> None:
+    """No off-by-one: feeding an answer back as a prompt reports the logprobs that it was generated with."""
+    llm = LLM(MODEL, device=device, **{**ROOMY, "max_num_batched_tokens": 8, "max_num_seqs": 2})
+    answer = llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=20, logprobs=0, ignore_eos=True))[0]
+    ids = answer.outputs[0].token_ids
+    again = llm.generate([[3, 4, 5, *ids]], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs
+    assert again[0] is None
+    assert len(again) == 23
+    for i, token in enumerate(ids):
+        assert again[3 + i][token].logprob == pytest.approx(answer.outputs[0].logprobs[i][token].logprob, abs=1e-5)

@@ -1,0 +1,75 @@
+"""The size of the KV pool, against sizes computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cupaged.config import EngineConfig, ModelConfig, RopeConfig
+from cupaged.errors import ConfigError
+from cupaged.memory import available_memory, size_pool
+
+MODEL = ModelConfig(
+    architecture="llama", vocab_size=10, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+    num_kv_heads=3, head_dim=64, max_position=2048,
+)  # fmt: skip
+TOKEN_BYTES = 2 * 30 * 3 * 64 * 4
+GIB = 1 << 30
+
+
+def sized(available: int = 8 * GIB, **options: object) -> tuple[int, int]:
+    config = size_pool(EngineConfig(**options), MODEL, 4, available)
+    return config.num_blocks, config.max_model_len
+
+
+def test_a_token_of_the_default_model_takes_46080_bytes() -> None:
+    assert MODEL.kv_bytes_per_token(4) == TOKEN_BYTES == 46080
+
+
+def test_a_quarter_of_the_free_memory() -> None:
+    assert sized(8 * GIB) == (2 * GIB // (16 * TOKEN_BYTES), 2048)
+
+
+def test_never_more_than_all_sequences_can_use() -> None:
+    assert sized(1000 * GIB, max_num_seqs=2) == (2 * 128, 2048)
+
+
+def test_memory_in_bytes_is_taken_as_given() -> None:
+    assert sized(kv_cache_memory=200 * 16 * TOKEN_BYTES + 5) == (200, 2048)
+
+
+def test_num_blocks_comes_first() -> None:
+    assert sized(num_blocks=300, kv_cache_memory=1) == (300, 2048)
+
+
+def test_a_small_pool_shortens_the_longest_sequence() -> None:
+    assert sized(num_blocks=10) == (10, 160)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_blocks": 4, "max_model_len": 100}, "4 blocks hold 64 tokens, max_model_len is 100; raise num_blocks to 7"),
+        ({"kv_cache_memory": 1000}, "holds no block: one block of 16 tokens takes 737280 bytes"),
+        ({"max_model_len": 5000}, "above the model's 2048"),
+        ({"num_blocks": 1, "block_size": 1}, "too small: 1 token"),
+        ({"available": 1000}, "too few for a KV pool"),
+    ],
+)
+def test_a_pool_too_small_is_refused_in_one_line(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        sized(**options)
+    assert "\n" not in str(raised.value)
+
+
+def test_this_machine_has_memory() -> None:
+    assert available_memory() > 0
+
+
+def test_dynamic_ntk_may_be_stretched_but_only_on_request() -> None:
+    stretched = replace(MODEL, rope=RopeConfig(scaling="dynamic", factor=4.0))
+    assert size_pool(EngineConfig(), stretched, 4, 100 * GIB).max_model_len == 2048
+    assert size_pool(EngineConfig(max_model_len=8192), stretched, 4, 100 * GIB).max_model_len == 8192
+    with pytest.raises(ConfigError, match="above the model's 8192"):
+        size_pool(EngineConfig(max_model_len=8193), stretched, 4, 100 * GIB)

@@ -1,0 +1,59 @@
+"""Packing: every parameter of a request reaches its own row of the SamplingBatch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cupaged.backends.base import Backend
+from cupaged.model import sampler
+from cupaged.params import SamplingParams
+from cupaged.step_plan import IntArray, SampleSpec, ScheduledSequence
+
+
+def item(row_id: int, spec: SampleSpec) -> ScheduledSequence:
+    return ScheduledSequence(row_id, 0, row_id, 0, np.array([1], np.int32), np.array([0], np.int32), spec)
+
+
+def test_each_parameter_goes_to_its_own_row() -> None:
+    full = SamplingParams(
+        temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, repetition_penalty=1.5, presence_penalty=-1.0,
+        frequency_penalty=2.0, logit_bias={3: 1.5, 9: -2.0},
+    )  # fmt: skip
+    batch = sampler.pack(
+        [
+            item(4, SampleSpec(SamplingParams(temperature=0), seed=1, index=0, position=5)),
+            item(2, SampleSpec(full, seed=2**64 - 1, index=3, position=9, banned=(8, 11))),
+            item(0, SampleSpec(SamplingParams(top_k=-1, temperature=1e-6), seed=2, index=0, position=1)),
+        ]
+    )
+    assert batch.num_rows == 3
+    assert batch.temperature.tolist() == [0.0, 0.5, 0.0]
+    assert batch.top_k.tolist() == [0, 7, 0]
+    assert batch.top_p.tolist() == [1.0, 0.25, 1.0]
+    assert batch.min_p.tolist() == [0.0, 0.125, 0.0]
+    assert batch.repetition.tolist() == [1.0, 1.5, 1.0]
+    assert batch.presence.tolist() == [0.0, -1.0, 0.0]
+    assert batch.frequency.tolist() == [0.0, 2.0, 0.0]
+    assert batch.penalised.tolist() == [False, True, False]
+    assert batch.seeds.tolist() == [1, 2**64 - 1, 2]
+    assert batch.positions.tolist() == [5, 9, 1]
+    assert batch.indices.tolist() == [0, 3, 0]
+    assert batch.row_ids.tolist() == [4, 2, 0]
+    assert batch.bias_start.tolist() == [0, 0, 4, 4]
+    assert batch.bias_ids.tolist() == [3, 9, 8, 11]
+    assert batch.bias_values.tolist() == [1.5, -2.0, -np.inf, -np.inf]
+
+
+def test_histories_are_sent_for_the_rows_that_bring_one() -> None:
+    sent: list[tuple[int, list[int], list[int]]] = []
+
+    class Recorder:
+        def set_history(self, row_id: int, prompt_ids: IntArray, output_ids: IntArray) -> None:
+            sent.append((row_id, prompt_ids.tolist(), output_ids.tolist()))
+
+    backend: Backend = Recorder()  # type: ignore[assignment]  # the one operation that is used here
+    history = (np.array([1, 2], np.int32), np.array([3], np.int32))
+    params = SamplingParams(presence_penalty=1.0)
+    specs = [SampleSpec(params, 0, 0, 3, history=history), SampleSpec(params, 0, 0, 3)]
+    sampler.send_histories([item(5, specs[0]), item(6, specs[1])], backend)
+    assert sent == [(5, [1, 2], [3])]
