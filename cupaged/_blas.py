@@ -1,13 +1,9 @@
 """load_numpy(): import NumPy with the BLAS policy this engine needs, which OpenBLAS reads once, while it loads.
 
-Two things about OpenBLAS cost time here and can only be said through its environment:
-
-- Its worker threads spin for 2^26 cycles after every product, on the cores that our own kernels want next. 2^16 cycles
-  (about 20 us) cover the gap to the next matrix of a layer and leave the cores free for a longer kernel.
-- NumPy's build does not recognise every AVX-512 processor and then computes at AVX2's speed, half of what it could.
-
-The environment is put back as it was, so that child processes inherit nothing, and a value that the user has set stays.
-Where NumPy was imported before, nothing can be changed any more: `policy_applies()` says so.
+OpenBLAS's worker threads spin for 2^26 cycles after every product, on the cores that our own kernels want next. 2^16
+cycles (about 20 us) cover the gap to the next matrix of a layer and leave the cores free for a longer kernel. That can
+only be said through its environment, which is put back as it was, so that child processes inherit nothing; a value
+that the user has set stays. Where NumPy was imported before, nothing can be changed any more: `policy_applies()` says so.
 
 This module imports nothing of the package, so that every entry (the command line, the lazy exports) can call it first.
 """
@@ -19,8 +15,6 @@ import os
 import sys
 
 THREAD_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
-CORE_TYPE = "OPENBLAS_CORETYPE"
-_AVX512 = {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512cd"}
 
 _loaded_here = False
 
@@ -30,16 +24,14 @@ def load_numpy() -> None:
     global _loaded_here
     if "numpy" in sys.modules:
         return
-    wanted = {THREAD_TIMEOUT: "16"}
-    if _cpu_flags() >= _AVX512:
-        wanted[CORE_TYPE] = "SKYLAKEX"
-    added = [name for name in wanted if name not in os.environ]
-    os.environ.update({name: wanted[name] for name in added})
+    unset = THREAD_TIMEOUT not in os.environ
+    if unset:
+        os.environ[THREAD_TIMEOUT] = "16"
     try:
         importlib.import_module("numpy")
     finally:
-        for name in added:
-            del os.environ[name]
+        if unset:
+            del os.environ[THREAD_TIMEOUT]
     _loaded_here = True
 
 
@@ -63,14 +55,3 @@ def usable_cores() -> int:
         pass
     return cores
 
-
-def _cpu_flags() -> set[str]:
-    """The processor's features as Linux names them; empty elsewhere."""
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("flags"):
-                    return set(line.split())
-    except OSError:
-        pass
-    return set()

@@ -14,6 +14,9 @@ from typing import Any
 from cupaged.errors import ConfigError, UnsupportedModelError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+MAX_LAYERS = 10_000
+"""More than any model has; a damaged number above it is refused before anything is sized by it."""
+
 ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -84,6 +87,8 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):
             if getattr(self, name) < 1:
                 raise UnsupportedModelError(f"the model's {name} must be at least 1, not {getattr(self, name)}")
+        if self.num_layers > MAX_LAYERS:
+            raise UnsupportedModelError(f"{self.num_layers} layers: a model has at most {MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedModelError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads: not a multiple"

@@ -42,6 +42,7 @@ class _Live:
 
     def __init__(self, request: Request, answer: Answer) -> None:
         self.request = request
+        self.prompt_ids = request.prompt_token_ids.tolist()
         self.answer = answer
         self.first_token: float | None = None
         self.mailbox: deque[RequestOutput] | None = None
@@ -177,7 +178,7 @@ class Engine:
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids.tolist(),
+            prompt_token_ids=live.prompt_ids,
             outputs=[answer],
             finished=finished,
             prompt_logprobs=(

@@ -150,6 +150,14 @@ def test_a_bad_request_is_refused_and_the_next_one_is_served(prompt: object, par
     assert finish(engine)[-1].finished
 
 
+def test_an_empty_text_with_a_bos_token_is_a_prompt() -> None:
+    engine = make_engine(ScriptedModel(default=[2]))
+    engine.tokenizer.encode = lambda text: [1]  # what a tokenizer that adds BOS makes of ""
+    engine.add_request("", SamplingParams(max_tokens=1))
+    output = finish(engine)[-1]
+    assert (output.prompt_token_ids, output.outputs[0].token_ids) == ([1], [2])
+
+
 def test_a_request_that_the_pool_can_never_hold_is_refused_and_others_finish() -> None:
     engine = make_engine(ScriptedModel(), num_blocks=4, max_model_len=100)
     first = engine.add_request("a", SamplingParams(max_tokens=4))

@@ -22,7 +22,7 @@ class PieceTokenizer:
     def __init__(self, pieces: Sequence[str]) -> None:
         self.pieces = ["<eos>", *pieces]
         self.special_ids = frozenset([EOS])
-        self.strip_left = 0
+        self.space_prefix = False
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids = []
