@@ -54,4 +54,3 @@ def usable_cores() -> int:
     except (OSError, ValueError):  # no cgroup v2 here
         pass
     return cores
-

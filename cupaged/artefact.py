@@ -166,7 +166,7 @@ def _pip_command(scratch: Path, report: Progress) -> list[str]:
 
 def _pip_reason(log: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
-    if re.search(r"Retrying|ConnectionError|timed? ?out|resolve", log):
+    if re.search(r"Retrying|ConnectionError|timed out", log):
         return "the package index cannot be reached"
     return errors[-1].rstrip(".") if errors else "no message"
 

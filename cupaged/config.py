@@ -17,6 +17,11 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_LAYERS = 10_000
 """More than any model has; a damaged number above it is refused before anything is sized by it."""
 
+LARGEST_INT = 2**31 - 1
+"""Blocks, rows and positions are int32 in a batch."""
+
+_MOST_THREADS = 1024
+
 ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -48,6 +53,12 @@ class RopeConfig:
             raise UnsupportedModelError(f"rope theta must be a positive number, not {self.theta}")
         if not (self.factor > 0 and math.isfinite(self.factor)):
             raise UnsupportedModelError(f"RoPE scaling factor must be a positive number, not {self.factor}")
+        if self.original_max_position is not None and self.original_max_position < 1:
+            raise UnsupportedModelError(f"RoPE's original context must be at least 1 token, not {self.original_max_position}")
+        if not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise UnsupportedModelError(f"yarn's beta_fast ({self.beta_fast}) and beta_slow ({self.beta_slow}) must be positive")
+        if not all(0 < f < math.inf for f in self.freq_factors or ()):
+            raise UnsupportedModelError("RoPE frequency factors must be positive numbers")
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_position"):
             if getattr(self, name) < 1:
                 raise UnsupportedModelError(f"the model's {name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise UnsupportedModelError(f"the model's rms_norm_eps must be a small positive number, not {self.rms_norm_eps}")
         if self.num_layers > MAX_LAYERS:
             raise UnsupportedModelError(f"{self.num_layers} layers: a model has at most {MAX_LAYERS}")
         if self.num_heads % self.num_kv_heads:
@@ -97,11 +110,8 @@ class ModelConfig:
             raise UnsupportedModelError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
             raise UnsupportedModelError(f"{len(self.layer_windows)} layer windows for {self.num_layers} layers")
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one key/value head."""
-        return self.num_heads // self.num_kv_heads
+        if min(self.layer_windows, default=0) < 0:
+            raise UnsupportedModelError(f"a sliding window of {min(self.layer_windows)} tokens: it must be positive, or 0 for none")
 
     @property
     def longest(self) -> int:
@@ -159,11 +169,11 @@ class EngineConfig:
         for name, (built, later) in _CHOICES.items():
             _check_choice(name, getattr(self, name), built, later)
         _check_range("block_size", self.block_size, 1, 256)
-        for name in ("num_blocks", "kv_cache_memory", "max_model_len", "threads"):
+        for name, most in (("num_blocks", LARGEST_INT), ("kv_cache_memory", None), ("max_model_len", LARGEST_INT), ("threads", _MOST_THREADS)):
             if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), 1, None)
-        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, None)
-        _check_range("max_num_seqs", self.max_num_seqs, 1, None)
+                _check_range(name, getattr(self, name), 1, most)
+        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, LARGEST_INT)
+        _check_range("max_num_seqs", self.max_num_seqs, 1, LARGEST_INT)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"

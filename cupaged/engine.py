@@ -9,7 +9,6 @@ the text and told to the scheduler, and every step leaves one StepRecord for who
 from __future__ import annotations
 
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from cupaged.answer import Answer, prompt_candidates
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.errors import InvariantError, RequestError
+from cupaged.exclusive import Exclusive
 from cupaged.outputs import RequestMetrics, RequestOutput
 from cupaged.params import SamplingParams
 from cupaged.scheduler import Scheduler
@@ -40,12 +40,12 @@ class PlanRunner(Protocol):
 class _Live:
     """A request on its way: what the scheduler does not care about."""
 
-    def __init__(self, request: Request, answer: Answer) -> None:
+    def __init__(self, request: Request, answer: Answer, mailbox: deque[RequestOutput] | None) -> None:
         self.request = request
         self.prompt_ids = request.prompt_token_ids.tolist()
         self.answer = answer
+        self.mailbox = mailbox
         self.first_token: float | None = None
-        self.mailbox: deque[RequestOutput] | None = None
 
 
 class Engine:
@@ -76,23 +76,37 @@ class Engine:
         self._runner = runner
         self._live: dict[str, _Live] = {}
         self._next_id = 0
-        self._lock = threading.RLock()  # abort may come from another thread; it waits for the step to end
+        # a damaged config may name ids that the model does not have: they can never come, and must not be banned
+        self._eos_ids = frozenset(i for i in model_config.eos_token_ids if 0 <= i < model_config.vocab_size)
+        self._forgotten: deque[str] = deque()  # streams that were dropped, perhaps in the middle of a step
+        self._exclusive = Exclusive()  # abort may come from another thread; it waits for the step to end, as Ctrl-C does
 
     # ---- requests
 
     def has_unfinished(self) -> bool:
         return bool(self._live)
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None) -> str:
-        """Queue a prompt (text or token ids); its id. Raises RequestError for one that can never be served."""
-        params = params or self.default_params
-        with self._lock:
-            if request_id is None:
-                request_id = str(self._next_id)
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        mailbox: deque[RequestOutput] | None = None,
+    ) -> str:
+        """Queue a prompt (text or token ids); its id. Raises RequestError for one that can never be served.
+
+        Each of its outputs is also appended to `mailbox`, whoever calls the `step` or `abort` that makes it.
+        """
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling parameters must be a SamplingParams, not {type(params).__name__}")
+        with self._exclusive:
+            request_id = self.new_id() if request_id is None else request_id
             if request_id in self._live:
                 raise RequestError(f"a request with the id {request_id!r} is already running")
             token_ids = self._prompt_ids(prompt)
-            self._check_token_parameters(params)
+            bad_words = self._bad_words(params)
+            self._check_parameters(params, bad_words)
             limit = self._max_model_len
             request = Request(
                 request_id,
@@ -101,18 +115,25 @@ class Engine:
                 max_len=limit if params.max_tokens is None else min(limit, len(token_ids) + params.max_tokens),
                 seed=secrets.randbits(64) if params.seed is None else params.seed,
                 prompt=prompt if isinstance(prompt, str) else None,
-                eos_ids=frozenset(self.model_config.eos_token_ids),
-                bad_words=self._bad_words(params),
+                eos_ids=self._eos_ids,
+                bad_words=bad_words,
                 arrival_time=time.perf_counter(),
             )
             sequence = self._scheduler.add(request)
-            self._live[request_id] = _Live(request, Answer(sequence, self.tokenizer))
-            self._next_id += 1
+            self._live[request_id] = _Live(request, Answer(sequence, self.tokenizer), mailbox)
             return request_id
+
+    def new_id(self) -> str:
+        """An id for a request: the next number that no caller has taken for an id of its own."""
+        with self._exclusive:
+            while str(self._next_id) in self._live:
+                self._next_id += 1
+            self._next_id += 1
+            return str(self._next_id - 1)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and free everything it holds; what it has so far, or None for an unknown id."""
-        with self._lock:
+        with self._exclusive:
             live = self._live.get(request_id)
             if live is None or live.request.sequence is None:
                 return None
@@ -123,19 +144,20 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """An iterator over the outputs of one request as it grows (text and ids are cumulative).
 
-        Closing it aborts the request. Several streams may be open at once: each step serves all of them.
+        Closing it aborts the request, and so does the next step once it was dropped. Several streams may be open at
+        once: each step serves all of them.
         """
-        with self._lock:
-            request_id = self.add_request(prompt, params)
-            stream = RequestStream(self.step, lambda: self.abort(request_id))
-            self._live[request_id].mailbox = stream.mailbox
-            return stream
+        mailbox: deque[RequestOutput] = deque()
+        request_id = self.add_request(prompt, params, mailbox=mailbox)
+        return RequestStream(mailbox, self.step, lambda: self.abort(request_id), lambda: self._forgotten.append(request_id))
 
     # ---- the heart
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; the outputs of the requests that got a token in it. Nothing to do: an empty list."""
-        with self._lock:
+        with self._exclusive:
+            while self._forgotten:
+                self.abort(self._forgotten.popleft())
             if not self._live:
                 return []
             started = time.perf_counter()
@@ -152,8 +174,12 @@ class Engine:
         try:
             if not plan.sequences:
                 raise InvariantError("requests are waiting, but none of them can be scheduled")
-            return self._runner.run(plan)
+            self._exclusive.interruptible = True
+            output = self._runner.run(plan)
+            self._exclusive.interruptible = False
+            return output
         except BaseException:  # Ctrl-C included: the plan did not happen
+            self._exclusive.interruptible = False
             self._scheduler.cancel(plan)
             raise
 
@@ -229,10 +255,9 @@ class Engine:
         return self.config.max_model_len or self.model_config.max_position
 
     def _prompt_ids(self, prompt: Prompt) -> IntArray:
-        if isinstance(prompt, str):
-            ids: Sequence[int] = self._require_tokenizer("a text prompt").encode(prompt)
-        else:
-            ids = prompt
+        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (str, Sequence, np.ndarray)):
+            raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        ids = self._require_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
         if not len(ids):
             raise RequestError("the prompt is empty: give at least one token")
         if len(ids) >= self._max_model_len:
@@ -246,7 +271,7 @@ class Engine:
                 raise RequestError(f"the prompt holds {token!r}, which is no token id: those are 0 .. {vocabulary - 1}")
         return np.asarray(ids, np.int32)
 
-    def _check_token_parameters(self, params: SamplingParams) -> None:
+    def _check_parameters(self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> None:
         vocabulary = self.model_config.vocab_size
         for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
             for token in tokens:
@@ -257,15 +282,20 @@ class Engine:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > vocabulary:
                 raise RequestError(f"{name} asks for {getattr(params, name)} candidates of {vocabulary} tokens")
+        banned = {word[-1] for word in bad_words}
+        if params.min_tokens:
+            banned |= self._eos_ids.union(params.stop_token_ids)
+        if len(banned) == vocabulary:
+            raise RequestError("bad_words and the stop tokens that min_tokens forbids leave no token to choose from")
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Token sequences of the bad words, at the start of a text and after a space."""
+        """Token sequences of the bad words, at the start of a text and after a space; those the model can produce."""
         if not params.bad_words:
             return []
         tokenizer = self._require_tokenizer("a bad word")
         variants = (text for word in params.bad_words for text in (word, " " + word.lstrip()))
         encoded = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in variants)
-        return sorted({ids for ids in encoded if ids})
+        return sorted({ids for ids in encoded if ids and max(ids) < self.model_config.vocab_size})
 
     def _require_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

@@ -19,6 +19,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 
 from cupaged.artefact import Artefact, Progress
 from cupaged.errors import HubError
+from cupaged.folders import cache_dir
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 HUB_SECONDS = 4.0
@@ -61,14 +62,6 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
     close = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}?" if close else f"built in: {', '.join(ALIASES)}."
     raise HubError(f"no model named {name!r}; {hint} Or give a folder, a .gguf file or a hub id such as org/name")
-
-
-def cache_dir() -> Path:
-    """$CUPAGED_CACHE, else $XDG_CACHE_HOME/cupaged, else ~/.cache/cupaged."""
-    if own := os.environ.get("CUPAGED_CACHE"):
-        return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cupaged"
 
 
 def alias_path(name: str) -> Path:

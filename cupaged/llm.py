@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from cupaged.artefact import Progress
 from cupaged.config import EngineConfig
 from cupaged.engine import Engine, Prompt
 from cupaged.errors import ConfigError, RequestError
 from cupaged.hub import DEFAULT_MODEL
-from cupaged.model_loader import Progress, open_engine
+from cupaged.model_loader import open_engine
 from cupaged.outputs import RequestOutput
 from cupaged.params import SamplingParams
 from cupaged.text.tokenizer import Tokenizer
@@ -21,14 +24,14 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
-    """A loaded model. `options` are the fields of EngineConfig, by name.
+    """A loaded model: a folder, a GGUF file, a built-in alias or a hub id. `options` are EngineConfig's fields, by name.
 
         llm = LLM("smollm2-135m-instruct", max_num_seqs=16)
         llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
     """
 
-    def __init__(self, model: str = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
-        self.engine: Engine = open_engine(model, EngineConfig.from_options(**options), progress)
+    def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
+        self.engine: Engine = open_engine(os.fspath(model), EngineConfig.from_options(**options), progress)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -52,16 +55,16 @@ class LLM:
         """
         many = _as_prompts(prompts)
         ids: list[str] = []
-        finished: dict[str, RequestOutput | None] = {}
+        mailbox: deque[RequestOutput] = deque()  # fed by everybody's steps and aborts: the engine may have other callers
+        finished: dict[str, RequestOutput] = {}
         try:
             for prompt, each in zip(many, _as_params(params, len(many)), strict=True):
-                request_id = self.engine.add_request(prompt, each)
-                ids.append(request_id)
-                finished[request_id] = None
-            while None in finished.values():
-                for output in self.engine.step():
-                    if output.request_id not in finished:
-                        continue  # somebody else's, in the same engine
+                ids.append(self.engine.new_id())  # known before it is used, so that an interrupt leaves none behind
+                self.engine.add_request(prompt, each, ids[-1], mailbox)
+            while len(finished) < len(ids):
+                self.engine.step()
+                while mailbox:
+                    output = mailbox.popleft()
                     if output.finished:
                         finished[output.request_id] = output
                     if on_output is not None:
@@ -69,7 +72,7 @@ class LLM:
         finally:
             for request_id in ids:
                 self.engine.abort(request_id)
-        return [output for output in finished.values() if output is not None]
+        return [finished[request_id] for request_id in ids]
 
     def chat(
         self,
@@ -79,8 +82,8 @@ class LLM:
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of {"role", "content"}), or several, through the model's chat template."""
-        if not messages:
-            raise RequestError("the conversation is empty: give at least one message")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise RequestError("a conversation is a list of at least one message, {'role': ..., 'content': ...}")
         many = cast(Sequence[Conversation], [messages] if isinstance(messages[0], Mapping) else messages)
         prompts = [self.tokenizer.encode_chat(conversation) for conversation in many]
         return self.generate(prompts, params, on_output=on_output)
@@ -88,8 +91,8 @@ class LLM:
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> many. A list of integers is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
+        return [prompts]  # what is no prompt at all, the engine refuses
     if len(prompts) and all(isinstance(p, (int, np.integer)) for p in prompts):
         return [prompts]  # type: ignore[list-item]  # just checked: token ids
     return list(prompts)  # type: ignore[arg-type]
@@ -98,6 +101,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _as_params(params: Params, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, (list, tuple)):
+        raise ConfigError(f"sampling parameters must be a SamplingParams, or a list of one a prompt, not {type(params).__name__}")
     if len(params) != count:
         raise ConfigError(f"{len(params)} sampling parameters were given for {count} prompts: give one, or one a prompt")
     return list(params)

@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from cupaged.config import EngineConfig, ModelConfig
+from cupaged.config import LARGEST_INT, EngineConfig, ModelConfig
 from cupaged.errors import ConfigError
 
 FREE_SHARE = 0.25
@@ -53,14 +53,14 @@ def size_pool(config: EngineConfig, model: ModelConfig, itemsize: int, available
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     elif config.kv_cache_memory is not None:
-        num_blocks = config.kv_cache_memory // block_bytes
+        num_blocks = min(config.kv_cache_memory // block_bytes, LARGEST_INT)
         if num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_memory ({config.kv_cache_memory} bytes) holds no block: one block of {config.block_size}"
                 f" tokens takes {block_bytes} bytes"
             )
     else:
-        num_blocks = min(int(available * FREE_SHARE) // block_bytes, config.max_num_seqs * blocks_per_sequence)
+        num_blocks = min(int(available * FREE_SHARE) // block_bytes, config.max_num_seqs * blocks_per_sequence, LARGEST_INT)
         if num_blocks < 1:
             raise ConfigError(
                 f"{available} bytes of memory are free, too few for a KV pool (one block takes {block_bytes}):"

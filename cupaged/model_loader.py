@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
 
+from cupaged.artefact import Progress
 from cupaged.backends import open_backend
 from cupaged.backends.base import Backend
 from cupaged.cache.manager import CacheManager
 from cupaged.checkpoint import open_checkpoint
-from cupaged.checkpoint.base import Checkpoint, GenerationDefaults
+from cupaged.checkpoint.base import Checkpoint
 from cupaged.config import EngineConfig
 from cupaged.engine import Engine
+from cupaged.errors import BackendError, CheckpointError, ParameterError
 from cupaged.hub import resolve_model
 from cupaged.memory import available_memory, size_pool
 from cupaged.model.kv_store import KVStore
@@ -25,9 +26,6 @@ from cupaged.params import SamplingParams
 from cupaged.scheduler import Scheduler
 from cupaged.text.tokenizer import load_tokenizer
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, done, total)."""
-
 
 def open_engine(model: str, config: EngineConfig, progress: Progress | None = None) -> Engine:
     """Find, open and load a model and set an engine up for it.
@@ -36,6 +34,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     ConfigError or BackendError, each with one line.
     """
     checkpoint = open_checkpoint(resolve_model(model, progress))
+    default_params = _params(checkpoint)
     tokenizer = load_tokenizer(checkpoint) if _has_tokenizer(checkpoint) else None
     config = size_pool(config, checkpoint.config, np.dtype(np.float32).itemsize, available_memory())
     assert config.num_blocks is not None
@@ -43,20 +42,26 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
 
     announce = None if progress is None else lambda line: progress(line, 0, 0)
     backend = open_backend(config.device, config.threads, announce)
-    llama = _load(checkpoint, backend, config.max_model_len, progress)
-    runner = Runner(
-        backend,
-        llama,
-        KVStore(backend, checkpoint.config, config.num_blocks, config.block_size),
-        max_rows=config.max_num_batched_tokens,
-        max_seqs=config.max_num_seqs,
-    )
+    try:
+        llama = _load(checkpoint, backend, config.max_model_len, progress)
+        runner = Runner(
+            backend,
+            llama,
+            KVStore(backend, checkpoint.config, config.num_blocks, config.block_size),
+            max_rows=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
+        )
+    except MemoryError as error:
+        raise BackendError(
+            f"not enough memory for {model}: {error}; take a smaller model, or lower num_blocks (now {config.num_blocks}),"
+            f" max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
+        ) from error
     scheduler = Scheduler(
         CacheManager(config.num_blocks, config.block_size),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
     )
-    return Engine(scheduler, runner, config, checkpoint.config, tokenizer, _params(checkpoint.generation), model)
+    return Engine(scheduler, runner, config, checkpoint.config, tokenizer, default_params, model)
 
 
 def _has_tokenizer(checkpoint: Checkpoint) -> bool:
@@ -72,6 +77,9 @@ def _load(checkpoint: Checkpoint, backend: Backend, max_model_len: int, progress
     return Llama(checkpoint.config, weights, backend.upload(cos), backend.upload(sin))
 
 
-def _params(defaults: GenerationDefaults) -> SamplingParams:
-    given = {f.name: getattr(defaults, f.name) for f in fields(defaults)}
-    return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+def _params(checkpoint: Checkpoint) -> SamplingParams:
+    given = {f.name: getattr(checkpoint.generation, f.name) for f in fields(checkpoint.generation)}
+    try:
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    except ParameterError as error:
+        raise CheckpointError(f"{checkpoint.path} recommends sampling parameters that make no sense: {error}") from None

@@ -28,6 +28,7 @@ _LARGEST_INT = 2**31 - 1
 class SamplingParams:
     """How to choose and when to stop. Raises ParameterError for a value out of range.
 
+    n                   answers to the prompt; only 1 in this version
     temperature         0 is greedy; otherwise logits are divided by it; up to 1e30
     top_k               keep the k most likely tokens (ties with the k-th stay); 0 or -1: all
     top_p               keep the smallest set whose probability reaches top_p, 0 < top_p <= 1

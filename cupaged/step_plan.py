@@ -73,16 +73,14 @@ class ScheduledSequence:
 class StepPlan:
     """Everything one step computes, in the order of the rows: sequences with one token first, then the others.
 
-    swap_out, swap_in, copies   int32 [n, 2] pairs (from, to) of whole blocks over all layers, executed in this order
-                                and before any write of the step
+    copies      int32 [n, 2] pairs (from, to) of whole blocks over all layers, carried out before any write of the step
+    preempted   sequences that gave their blocks up for this plan
     """
 
     step: int
     block_size: int
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[int, ...] = ()
-    swap_out: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
-    swap_in: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     copies: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
 
     @property

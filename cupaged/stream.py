@@ -9,23 +9,27 @@ from cupaged.outputs import RequestOutput
 
 
 class RequestStream(Iterator[RequestOutput]):
-    """Yields the growing output of one request until it is finished; closing (or dropping) it aborts the request.
+    """Yields the growing output of one request until it is finished; closing it aborts the request.
 
     Steps of the engine fill the mailboxes of all its streams; `pull` computes one step, `abort` ends this request.
+    A stream that is dropped calls `forget` instead, which must be safe at any moment: it may be the garbage collector's.
     """
 
-    def __init__(self, pull: Callable[[], object], abort: Callable[[], object]) -> None:
-        self.mailbox: deque[RequestOutput] = deque()
+    def __init__(
+        self, mailbox: deque[RequestOutput], pull: Callable[[], object], abort: Callable[[], object], forget: Callable[[], object]
+    ) -> None:
+        self._mailbox = mailbox
         self._pull = pull
         self._abort = abort
+        self._forget = forget
         self._done = False
 
     def __next__(self) -> RequestOutput:
         if self._done:
             raise StopIteration
-        while not self.mailbox:
+        while not self._mailbox:
             self._pull()
-        output = self.mailbox.popleft()
+        output = self._mailbox.popleft()
         self._done = output.finished
         return output
 
@@ -35,4 +39,5 @@ class RequestStream(Iterator[RequestOutput]):
         self._abort()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._done:
+            self._forget()

@@ -386,6 +386,7 @@ def test_perplexity(args: list[str], cli: Cli, tmp_path: Path) -> None:
     ("args", "code", "message"),
     [
         (["--context", "4", "--stride", "4"], 2, "--stride (4) must be below --context (4)"),
+        (["--stride", "512"], 2, "--stride (512) must be below --context (512)"),
         (["--context", "4000"], 2, "--context (4000) must be at most 127"),
         ([], 1, "at least 2 are needed"),
     ],

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ COMMAND = [sys.executable, "-m", "tests.support.scripted_llm"]
 
 
 def environment(delay: float = 0.0) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CUPAGED_")}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("CUPAGED_", "PYTHONUNBUFFERED"))}
     return own | {"SCRIPTED_DELAY": str(delay), "XDG_CONFIG_HOME": "/nonexistent", "TERM": "xterm", "COLUMNS": "100"}
 
 
@@ -79,12 +80,12 @@ def test_an_interrupt_ends_generate_in_one_line(args: list[str]) -> None:
 class Terminal:
     """A process whose stdin, stdout and stderr are a terminal."""
 
-    def __init__(self, args: list[str], delay: float) -> None:
+    def __init__(self, args: list[str], delay: float, mark: str) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
             [*COMMAND, *args],
             cwd=ROOT,
-            env=environment(delay),
+            env=environment(delay) | {"SCRIPTED_MARK": mark},
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -98,6 +99,8 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def read(self) -> bool:
+        ready, _, _ = select.select([self._master], [], [], 60)
+        assert ready, f"nothing more came after {self.text!r}"
         try:
             data = os.read(self._master, 4096)
         except OSError:  # the other side is closed
@@ -120,8 +123,8 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def terminal(*args: str, delay: float = 0.0) -> Iterator[Terminal]:
-    started = Terminal(list(args), delay)
+def terminal(*args: str, delay: float = 0.0, mark: str = "") -> Iterator[Terminal]:
+    started = Terminal(list(args), delay, mark)
     try:
         yield started
     finally:
@@ -178,15 +181,19 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat() -> None:
         assert screen.end()[0] == 0
 
 
-def test_a_second_ctrl_c_leaves_a_step_that_takes_too_long() -> None:
-    with terminal("chat", delay=5) as screen:
+def test_a_second_ctrl_c_leaves_a_step_that_takes_too_long(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    with terminal("chat", delay=20, mark=str(mark)) as screen:
         screen.wait_for("> ")
         screen.send("hi\n")
-        screen.wait_for("hi")
-        time.sleep(0.3)
+        while not mark.exists():
+            assert screen.process.poll() is None
+            time.sleep(0.01)
         screen.send("\x03")
-        time.sleep(0.2)
+        time.sleep(0.5)  # two that come together are one signal
+        start = time.monotonic()
         screen.send("\x03")
         code, text = screen.end()
+        assert time.monotonic() - start < 15
         assert code == 130
         assert "Traceback" not in text

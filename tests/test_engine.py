@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from itertools import pairwise
 
@@ -138,12 +139,16 @@ def test_prompt_logprobs_begin_with_none() -> None:
         ([1], {"logit_bias": {64: 1.0}}, "logit_bias names token 64"),
         ([1], {"stop_token_ids": [99]}, "stop_token_ids names token 99"),
         ([1], {"logprobs": 65}, "logprobs asks for 65 candidates of 64"),
+        (b"ab", {}, "a text or a list of token ids, not bytes"),
+        (5, {}, "a text or a list of token ids, not int"),
+        (None, {}, "a text or a list of token ids, not NoneType"),
+        ([1], {"min_tokens": 1, "stop_token_ids": range(64)}, "leave no token to choose from"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_is_served(prompt: object, params: dict, message: str) -> None:
     engine = make_engine(ScriptedModel())
     with pytest.raises(RequestError, match=message) as raised:
-        engine.add_request(prompt, SamplingParams(**params))
+        engine.add_request(prompt, SamplingParams(**{k: list(v) if isinstance(v, range) else v for k, v in params.items()}))
     assert isinstance(raised.value, ValueError)
     assert not engine.has_unfinished()
     engine.add_request("a", SamplingParams(max_tokens=1))
@@ -172,6 +177,23 @@ def test_an_id_is_used_once() -> None:
     engine.add_request("a", request_id="mine")
     with pytest.raises(RequestError, match="'mine' is already running"):
         engine.add_request("a", request_id="mine")
+
+
+def test_ids_of_the_callers_choice_are_stepped_over() -> None:
+    engine = make_engine(ScriptedModel())
+    assert [engine.add_request("a", request_id=own) for own in ("1", None, "2", None, None)] == ["1", "0", "2", "3", "4"]
+
+
+def test_parameters_of_another_kind_are_refused() -> None:
+    with pytest.raises(RequestError, match="must be a SamplingParams, not dict"):
+        make_engine(ScriptedModel()).add_request("a", {"temperature": 0})
+
+
+def test_ids_that_the_model_does_not_have_are_never_banned() -> None:
+    engine = make_engine(ScriptedModel(default=[1]), ["a", "b", " "], vocab_size=2, eos_token_ids=(EOS, -1, 2))
+    engine.add_request([1], SamplingParams(max_tokens=1, min_tokens=1, bad_words=["b"]))
+    engine.step()
+    assert engine._runner.plans[0].sequences[0].sample.banned == (EOS,)
 
 
 @pytest.mark.parametrize(("prompt", "params"), [("text", {}), ([1], {"stop": "x"}), ([1], {"bad_words": ["x"]})])
@@ -282,6 +304,42 @@ def test_a_step_that_fails_never_happened(fault: BaseException) -> None:
     assert finish(engine)[-1].outputs[0].token_ids == [1, 2, 3]
 
 
+@pytest.mark.parametrize("method", ["reserve", "commit"])
+def test_ctrl_c_waits_for_the_bookkeeping(method: str) -> None:
+    model = ScriptedModel({0: [1, 2, 3]})
+    engine = make_engine(model)
+    engine.add_request("a", SamplingParams(max_tokens=3))
+    original = getattr(engine._scheduler.cache, method)
+
+    def press(*args: object) -> object:
+        setattr(engine._scheduler.cache, method, original)
+        signal.raise_signal(signal.SIGINT)
+        return original(*args)
+
+    setattr(engine._scheduler.cache, method, press)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine._scheduler.check_invariants()
+    assert [len(output.outputs[0].token_ids) for output in finish(engine)] == [2, 3]
+    assert engine._scheduler.cache.num_used == 0
+
+
+def test_ctrl_c_ends_a_long_model_run_at_once() -> None:
+    model = ScriptedModel({0: [1, 2]})
+    engine = make_engine(model)
+    engine.add_request("a", SamplingParams(max_tokens=2))
+
+    def press(plan: StepPlan) -> None:
+        model.before_run = lambda plan: None
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the run went on")
+
+    model.before_run = press
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert finish(engine)[-1].outputs[0].token_ids == [1, 2]
+
+
 # streams
 
 
@@ -315,6 +373,24 @@ def test_a_stream_that_is_never_started_leaves_nothing_behind_when_closed() -> N
     engine = make_engine(ScriptedModel())
     engine.stream("a", SamplingParams(max_tokens=100)).close()
     assert not engine.has_unfinished()
+
+
+def test_a_stream_dropped_in_the_middle_of_planning_ends_at_the_next_step() -> None:
+    engine = make_engine(ScriptedModel(default=[1]))
+    kept = engine.add_request("a", SamplingParams(max_tokens=9))
+    streams = [engine.stream("b", SamplingParams(max_tokens=9))]
+    reserve = engine._scheduler.cache.reserve
+
+    def collect(seq_id: int, num_tokens: int) -> object:
+        if seq_id == 1:
+            streams.clear()  # as the garbage collector would
+        return reserve(seq_id, num_tokens)
+
+    engine._scheduler.cache.reserve = collect
+    assert {output.request_id for output in engine.step()} == {kept, "1"}
+    assert {output.request_id for output in finish(engine)} == {kept}
+    engine._scheduler.check_invariants()
+    assert engine._scheduler.cache.num_used == 0
 
 
 def test_a_stream_checks_its_request_at_once() -> None:

@@ -344,10 +344,11 @@ def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_pip_on_path(alias: str, wheel: Path, tmp_path: Path, without_pip: None, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, works = tmp_path / "pip3", tmp_path / "pip"
     broken.write_text("#!/bin/sh\nexit 1\n")
-    works.write_text(f'#!/bin/sh\nexec {sys.executable} -m pip "$@"\n')
+    works.write_text(f'#!/bin/sh\n[ "$PIP_REQUIRE_VIRTUALENV" = 0 ] && exec {sys.executable} -m pip "$@"\n')
     for script in (broken, works):
         script.chmod(0o755)
     monkeypatch.setattr(artefact.shutil, "which", lambda name: str(tmp_path / name))
+    monkeypatch.setenv("PIP_REQUIRE_VIRTUALENV", "1")  # a user's guard against installing; nothing is installed here
     assert hub.resolve_model(alias).read_bytes() == CONTENT
 
 

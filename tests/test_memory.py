@@ -39,6 +39,10 @@ def test_memory_in_bytes_is_taken_as_given() -> None:
     assert sized(kv_cache_memory=200 * 16 * TOKEN_BYTES + 5) == (200, 2048)
 
 
+def test_blocks_are_never_more_than_int32_can_number() -> None:
+    assert sized(kv_cache_memory=2**80)[0] == 2**31 - 1
+
+
 def test_num_blocks_comes_first() -> None:
     assert sized(num_blocks=300, kv_cache_memory=1) == (300, 2048)
 
@@ -54,6 +58,8 @@ def test_a_small_pool_shortens_the_longest_sequence() -> None:
         ({"kv_cache_memory": 1000}, "holds no block: one block of 16 tokens takes 737280 bytes"),
         ({"max_model_len": 5000}, "above the model's 2048"),
         ({"num_blocks": 1, "block_size": 1}, "too small: 1 token"),
+        ({"num_blocks": 2**31}, "num_blocks must be between 1 and 2147483647"),
+        ({"threads": 40_000}, "threads must be between 1 and 1024"),
         ({"available": 1000}, "too few for a KV pool"),
     ],
 )

@@ -142,6 +142,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(implementation: ModuleType
     exactly_half = [0.0, 0.0, -40.0]  # 1/2 + 1/2: two ties reach 1/2 together, and all of it
     assert support(implementation, exactly_half, monkeypatch, top_p=0.5) == [0, 1]
     assert support(implementation, logits, monkeypatch, top_p=1e-30) == [1]
+    assert support(implementation, logits, monkeypatch, top_p=1e-50) == [1]  # 0 in float32
 
 
 @both

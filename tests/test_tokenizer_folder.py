@@ -160,9 +160,10 @@ class TestDamage:
             load_tokenizer(checkpoint(tmp_path))
         assert "\n" not in str(caught.value)
 
-    def test_damaged_config(self, tmp_path: Path) -> None:
-        (tmp_path / "tokenizer_config.json").write_bytes(b"\xff\xfe{}")
-        with pytest.raises(TokenizerError, match=r"tokenizer_config.json cannot be read"):
+    @pytest.mark.parametrize(("content", "fault"), [(b"\xff\xfe{}", "is not UTF-8"), (b"[" * 100_000, "is nested too deeply")])
+    def test_damaged_config(self, tmp_path: Path, content: bytes, fault: str) -> None:
+        (tmp_path / "tokenizer_config.json").write_bytes(content)
+        with pytest.raises(TokenizerError, match=rf"tokenizer_config.json .*{fault}"):
             folder_tokenizer(tmp_path, tokenizer=byte_level_json())
 
     @pytest.mark.parametrize(

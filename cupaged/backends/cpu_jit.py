@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,6 +22,9 @@ from typing import Any, TypeVar, cast
 
 import llvmlite.binding
 import numba
+
+from cupaged.errors import ConfigError
+from cupaged.folders import cache_dir
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,14 +83,12 @@ def _fingerprint() -> str:
 
 
 def _writable_folder() -> Path | None:
-    root = os.environ.get("CUPAGED_CACHE")
     try:
-        base = Path(root) if root else Path.home() / ".cache" / "cupaged"
-        folder = base / f"kernels-{_fingerprint()}"
+        folder = cache_dir() / f"kernels-{_fingerprint()}"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+    except (OSError, ConfigError) as error:  # ConfigError: this user has no home
         logging.getLogger("cupaged").warning("compiled CPU kernels cannot be kept (%s): every start compiles them again; set CUPAGED_CACHE to a folder that can be written", error)
         return None
 

@@ -207,7 +207,7 @@ def _best(row: F32) -> int:
 
 @exact_kernel
 def _floor(row: F32, mass: F64, target: float) -> np.float32:
-    """The largest logit such that the tokens at or above it hold at least `target` of `mass`."""
+    """The largest logit such that the tokens at or above it hold at least `target` of `mass`, and some."""
     bits = row.view(np.int32)
     above = np.empty(2048)
     prefix, shift = 0, 32  # of the key counted from the smallest: `prefix` are its bits from `shift` on
@@ -219,7 +219,7 @@ def _floor(row: F32, mass: F64, target: float) -> np.float32:
             if key >> shift == prefix:
                 above[(key >> (shift - width)) & mask] += mass[i]
         digit = mask
-        while digit > 0 and above[digit] < target:
+        while digit > 0 and (above[digit] < target or above[digit] == 0):  # a top_p may round to 0
             target -= above[digit]
             digit -= 1
         prefix, shift = (prefix << width) | digit, shift - width

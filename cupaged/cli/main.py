@@ -7,6 +7,7 @@ A command's module is imported when the command is called, so that `cupaged --ve
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import os
@@ -83,9 +84,10 @@ def run(args: Sequence[str] | None = None) -> int:
         click.echo(f"error: {error}", err=True)
         return USAGE if isinstance(error, ConfigError) else FAILED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere, silently
+        _discard_output()
         return CLOSED_PIPE
     except OSError as error:
+        _discard_output()
         click.echo(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", err=True)
         return FAILED
     return 0
@@ -96,6 +98,12 @@ def _open_missing_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the life of the process
+
+
+def _discard_output() -> None:
+    """stdout cannot be written: what is still buffered goes nowhere, or Python would complain once more at its end."""
+    with contextlib.suppress(io.UnsupportedOperation):  # not a real file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:

@@ -42,8 +42,8 @@ def command(file: Path, context: int | None, stride: int | None, as_json: bool, 
     """
     settings = Settings.of(options)
     text = read_text(file)
-    if context and stride and stride >= context:
-        raise click.UsageError(f"--stride ({stride}) must be below --context ({context})")
+    if stride and stride >= (context or CONTEXT):
+        raise click.UsageError(f"--stride ({stride}) must be below --context ({context or CONTEXT})")
     llm = open_llm(settings)
     longest = (llm.engine.config.max_model_len or llm.engine.model_config.max_position) - 1
     window = min(context or CONTEXT, longest)
@@ -52,7 +52,7 @@ def command(file: Path, context: int | None, stride: int | None, as_json: bool, 
     token_ids = llm.tokenizer.encode(text)
     if len(token_ids) < 2:
         raise RequestError(f"{file} has {len(token_ids)} tokens: at least 2 are needed, to predict one from another")
-    step = stride or max(window // 2, 1)
+    step = min(stride or window // 2, window - 1)
     total, count = score(llm.engine, token_ids, window, step)
     perplexity = math.exp(total / count) if total / count < 700 else math.inf
     if as_json:
@@ -63,7 +63,7 @@ def command(file: Path, context: int | None, stride: int | None, as_json: bool, 
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, first): score the tokens first .. stop - 1 with the context from `start` on.
+    """(start, stop, first): score the tokens first .. stop - 1 with the context from `start` on; stride < window.
 
     Every token but the first is scored exactly once, and never without at least one token before it.
     """
@@ -71,7 +71,7 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, in
     while scored < num_tokens:
         stop = min(start + window, num_tokens)
         yield start, stop, scored
-        start, scored = min(start + stride, stop - 1), stop
+        start, scored = start + stride, stop
 
 
 def score(engine: Engine, token_ids: list[int], window: int, stride: int) -> tuple[float, int]:

@@ -10,7 +10,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from cupaged.checkpoint.base import Checkpoint
-from cupaged.errors import TokenizerError
+from cupaged.checkpoint.json_file import read_json
+from cupaged.errors import CheckpointError, TokenizerError
 from cupaged.text.parts import TokenizerParts
 from cupaged.text.pieces import decoder_from_json
 
@@ -56,12 +57,9 @@ def _missing(checkpoint: Checkpoint) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path.name} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path.name} must hold a JSON object, not {type(value).__name__}")
-    return value
+        return read_json(path)
+    except CheckpointError as error:
+        raise TokenizerError(str(error)) from None
 
 
 def _special_tokens(checkpoint: Checkpoint, config: Mapping[str, Any], backend: Tokenizer) -> dict[str, str]:

@@ -83,6 +83,7 @@ def make_engine(
     block_size: int = 4,
     max_model_len: int = 128,
     vocab_size: int = 64,
+    eos_token_ids: tuple[int, ...] = (EOS,),
     **options: Any,
 ) -> Engine:
     config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len, **options)
@@ -96,7 +97,7 @@ def make_engine(
         num_kv_heads=1,
         head_dim=8,
         max_position=max_model_len,
-        eos_token_ids=(EOS,),
+        eos_token_ids=eos_token_ids,
     )
     scheduler = Scheduler(
         CacheManager(num_blocks, block_size),

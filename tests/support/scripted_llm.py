@@ -1,5 +1,6 @@
 """An LLM that says "Hello world." to everything, for the command line's tests; `python -m tests.support.scripted_llm` is
-the `cupaged` command on top of it. $SCRIPTED_DELAY makes every step take so many seconds."""
+the `cupaged` command on top of it. $SCRIPTED_DELAY makes every step take so many seconds; the file $SCRIPTED_MARK appears
+when the first one begins."""
 
 from __future__ import annotations
 
@@ -7,11 +8,13 @@ import os
 import string
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import cupaged
 from cupaged.cli.main import main
 from cupaged.config import EngineConfig
+from cupaged.step_plan import StepPlan
 from tests.support.scripted import EOS, PieceTokenizer, ScriptedModel, make_engine
 
 ANSWER = "Hello world."
@@ -40,8 +43,7 @@ class ScriptedLLM:
         self.model, self.options = model, options
         self.tokenizer = ChatTokenizer(PIECES)
         self.script = ScriptedModel(default=[*self.tokenizer.encode(ANSWER), EOS])
-        delay = float(os.environ.get("SCRIPTED_DELAY", "0"))
-        self.script.before_run = lambda plan: time.sleep(delay)
+        self.script.before_run = _before_step
         sizes = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "vocab_size": len(PIECES) + 1} | options
         EngineConfig.from_options(**options)
         self.engine = make_engine(self.script, PIECES, **sizes)
@@ -50,9 +52,9 @@ class ScriptedLLM:
         self.params: list[cupaged.SamplingParams] = []
         add = self.engine.add_request
 
-        def add_request(prompt: Any, params: Any = None, request_id: str | None = None) -> str:
+        def add_request(prompt: Any, params: Any = None, *args: Any, **named: Any) -> str:
             self.params.append(params)
-            return add(prompt, params, request_id)
+            return add(prompt, params, *args, **named)
 
         self.engine.add_request = add_request  # type: ignore[method-assign]
 
@@ -61,6 +63,12 @@ class ScriptedLLM:
         """What the model was asked, as text, in order."""
         firsts = [item for plan in self.script.plans for item in plan.sequences if item.start == 0]
         return [self.tokenizer.decode(item.token_ids.tolist()) for item in firsts]
+
+
+def _before_step(plan: StepPlan) -> None:
+    if mark := os.environ.get("SCRIPTED_MARK"):
+        Path(mark).touch()
+    time.sleep(float(os.environ.get("SCRIPTED_DELAY", "0")))
 
 
 if __name__ == "__main__":
