@@ -30,6 +30,8 @@ from typing import Any
 import bench_machine
 import bench_report
 
+from cupaged.folders import cache_dir
+
 SCRIPTS = Path(__file__).resolve().parent
 WORKLOAD = SCRIPTS.parent / "tests" / "golden" / "workload.json"
 OURS = "cupaged"
@@ -99,8 +101,7 @@ def startup(model: str, threads: int) -> Figures:
     command = [sys.executable, "-m", "cupaged", "generate", "The capital of France is", "--model", model]
     command += ["--max-tokens", "1", "--temperature", "0", "--threads", str(threads)]
     with tempfile.TemporaryDirectory() as folder:
-        cache = Path(os.environ.get("CUPAGED_CACHE") or Path.home() / ".cache" / "cupaged").expanduser()
-        (Path(folder) / "models").symlink_to(cache / "models")
+        (Path(folder) / "models").symlink_to(cache_dir() / "models")
         return {name: _seconds(lambda: _run(command, CUPAGED_CACHE=folder)) for name in ("first_run", "cached")}
 
 
@@ -122,6 +123,7 @@ def measure(arguments: argparse.Namespace, engines: list[Engine]) -> Figures:
         for repetition in range(arguments.repeat):
             for engine in taking_part:
                 tell(f"{measurement}, {engine.name}, {repetition + 1} of {arguments.repeat}")
+                disturbance = bench_machine.Disturbance()
                 try:
                     if measurement == "startup":
                         figures = startup(arguments.model, arguments.threads)
@@ -133,6 +135,7 @@ def measure(arguments: argparse.Namespace, engines: list[Engine]) -> Figures:
                     tell(f"{engine.name} left out: {error}")
                     taking_part = [other for other in taking_part if other is not engine]
                 else:
+                    figures["others"] = disturbance.share()
                     results[measurement].setdefault(engine.name, []).append(figures)
     return results
 

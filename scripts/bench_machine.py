@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import time
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +26,28 @@ def describe() -> dict[str, str]:
         "load before": f"{os.getloadavg()[0]:.2f}",
         "date": date.today().isoformat(),
     }
+
+
+class Disturbance:
+    """The share of all cores that processes other than this one's (finished) children took since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._foreign = time.perf_counter(), _foreign_seconds()
+
+    def share(self) -> float:
+        """0 .. 1; 0 where the system does not tell."""
+        seconds = (time.perf_counter() - self._wall) * (os.cpu_count() or 1)
+        return max(0.0, _foreign_seconds() - self._foreign) / seconds
+
+
+def _foreign_seconds() -> float:
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, *rest = (int(field) for field in first.split()[1:9])
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
 
 
 def usable_cores() -> int:

@@ -17,7 +17,9 @@ Runs = dict[str, list[Figures]]
 
 
 def render(machine: dict[str, str], results: dict[str, Runs]) -> str:
-    parts = ["\n".join(f"{name}: {value}" for name, value in (machine | _versions(results)).items())]
+    worst = max((figures.get("others", 0.0) for runs in results.values() for each in runs.values() for figures in each), default=0.0)
+    facts = {**machine, "taken by other processes, at worst": f"{100 * worst:.0f} % of all cores", **_versions(results)}
+    parts = ["\n".join(f"{name}: {value}" for name, value in facts.items())]
     for measurement, runs in results.items():
         parts.append(f"## {measurement}\n\n{_SECTIONS[measurement](runs)}")
     return "\n\n".join(parts) + "\n"

@@ -114,7 +114,6 @@ BUGS = (
     Bug("a failed step stays in flight", ENGINE, (("            self._scheduler.cancel(plan)\n", ""),)),
     Bug("Ctrl-C in the middle of the bookkeeping", "cupaged/exclusive.py", (("            self._pressed = True\n", "            self._before[0](number, frame)\n"),)),
     Bug("a dropped stream ends in the middle of a step", "cupaged/stream.py", (("            self._forget()\n", "            self._abort()\n"),)),
-    Bug("an abort is not handed to the mailbox", ENGINE, (("        if live.mailbox is not None:\n", '        if live.mailbox is not None and answer.finish_reason != "abort":\n'),)),
     Bug("abort forgets the scheduler", ENGINE, (('            self._scheduler.finish(live.request.sequence, "abort")\n', '            live.request.sequence.finish_reason = "abort"\n'),)),
 )  # fmt: skip
 

@@ -195,6 +195,15 @@ def test_blocks_of_an_aborted_plan_are_not_handed_out_before_it_has_run() -> Non
     assert shape(scheduler.schedule()) == [(1, 0, 8)]
 
 
+def test_a_sequence_dropped_in_flight_does_not_shift_the_tokens_of_the_others() -> None:
+    scheduler = make_scheduler(8)
+    sequences = [scheduler.add(make_request(name, [1])) for name in "abc"]
+    plan = scheduler.schedule()
+    scheduler.finish(sequences[0], "abort")
+    scheduler.apply(plan, tokens_out(plan, 10, 11, 12))
+    assert [s.output_ids.tolist() for s in sequences] == [[], [11], [12]]
+
+
 def test_two_plans_in_flight_continue_a_prompt() -> None:
     scheduler, model = make_scheduler(8, budget=8), IntegerModel(8, 4)
     prompt = list(range(14))

@@ -16,6 +16,7 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "peers")]
 
 import bench_cpu  # noqa: E402
 import bench_figures  # noqa: E402
+import bench_machine  # noqa: E402
 import bench_report  # noqa: E402
 import gemm_floor  # noqa: E402
 
@@ -115,6 +116,17 @@ def test_report_compares_medians() -> None:
     ours_row, vllm_row = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith(("| cupaged", "| vllm"))]
     assert ours_row == ["cupaged", "3.0 (2.0 - 4.0)", "1000 (1000 - 1000)", "500 (500 - 500)", "80 (80 - 80)", "100", "1.00"]
     assert vllm_row[-4:] == ["500 (500 - 500)", "-", "100", "3.00"]
+
+
+def test_report_tells_how_quiet_the_machine_was() -> None:
+    runs = {"startup": {"cupaged": [{"cached": 1.0, "first_run": 9.0, "others": share} for share in (0.01, 0.4)]}}
+    assert "taken by other processes, at worst: 40 % of all cores" in bench_report.render({}, runs)
+
+
+def test_own_children_are_no_disturbance() -> None:
+    disturbance = bench_machine.Disturbance()
+    subprocess.run([sys.executable, "-c", "sum(range(20_000_000))"], check=True)
+    assert 0 <= disturbance.share() <= 1
 
 
 def test_host_share_is_what_the_model_does_not_take() -> None:
