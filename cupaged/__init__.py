@@ -2,7 +2,7 @@
 
     from cupaged import LLM, SamplingParams
 
-Names are imported when they are first used, so that `import cupaged` costs nothing; NumPy comes in first, and tuned.
+Names are imported when they are first used, so that `import cupaged` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cupaged._blas import load_numpy
+from cupaged._blas import place_policy
 from cupaged._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from cupaged.outputs import Logprob as Logprob
     from cupaged.outputs import RequestOutput as RequestOutput
     from cupaged.params import SamplingParams as SamplingParams
+
+place_policy()
 
 _EXPORTS = {
     "CompletionOutput": "cupaged.outputs",
@@ -42,7 +44,6 @@ __all__ = ["__version__", *_EXPORTS]
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'cupaged' has no attribute {name!r}")
-    load_numpy()
     return getattr(import_module(_EXPORTS[name]), name)
 
 

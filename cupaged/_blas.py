@@ -1,43 +1,44 @@
-"""load_numpy(): import NumPy with the BLAS policy this engine needs, which OpenBLAS reads once, while it loads.
+"""The BLAS policy this engine needs, which OpenBLAS reads once, while NumPy loads it.
 
 OpenBLAS's worker threads spin for 2^26 cycles after every product, on the cores that our own kernels want next. 2^16
 cycles (about 20 us) cover the gap to the next matrix of a layer and leave the cores free for a longer kernel. That can
-only be said through its environment, which is put back as it was, so that child processes inherit nothing; a value
-that the user has set stays. Where NumPy was imported before, nothing can be changed any more: `policy_applies()` says so.
+only be said through its environment, before NumPy is loaded: so `import cupaged` puts it there, and the first backend
+takes it away again. A value that the user has set stays. Where NumPy was imported before cupaged, nothing can be changed
+any more: `policy_applies()` says so.
 
-This module imports nothing of the package, so that every entry (the command line, the lazy exports) can call it first.
+This module imports nothing but the standard library's smallest.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 
 THREAD_TIMEOUT = "OPENBLAS_THREAD_TIMEOUT"
 
-_loaded_here = False
+_in_time = "numpy" not in sys.modules or THREAD_TIMEOUT in os.environ
+_placed_here = False
 
 
-def load_numpy() -> None:
-    """Import NumPy under the policy; does nothing where NumPy is loaded already."""
-    global _loaded_here
-    if "numpy" in sys.modules:
-        return
-    unset = THREAD_TIMEOUT not in os.environ
-    if unset:
+def place_policy() -> None:
+    """Tell OpenBLAS, if NumPy is not loaded yet, not to spin for long."""
+    global _placed_here
+    if "numpy" not in sys.modules and THREAD_TIMEOUT not in os.environ:
         os.environ[THREAD_TIMEOUT] = "16"
-    try:
-        importlib.import_module("numpy")
-    finally:
-        if unset:
-            del os.environ[THREAD_TIMEOUT]
-    _loaded_here = True
+        _placed_here = True
+
+
+def remove_policy() -> None:
+    """NumPy is loaded by now: leave the environment as it was, so that child processes inherit nothing."""
+    global _placed_here
+    if _placed_here:
+        os.environ.pop(THREAD_TIMEOUT, None)
+        _placed_here = False
 
 
 def policy_applies() -> bool:
     """Whether NumPy's BLAS was loaded under this policy or under the user's own."""
-    return _loaded_here or THREAD_TIMEOUT in os.environ
+    return _in_time
 
 
 def usable_cores() -> int:

@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable
 from itertools import cycle
 
-from cupaged import _blas
+# isort: off
+import cupaged  # noqa: F401  # before NumPy, for its BLAS policy
+import numpy as np
+# isort: on
 
-_blas.load_numpy()
-
-import numpy as np  # noqa: E402
-
-from cupaged.backends import open_backend  # noqa: E402
-from cupaged.backends.base import AttentionBatch, Backend  # noqa: E402
-from cupaged.backends.cpu import PackedMatrix  # noqa: E402
+from cupaged.backends import open_backend
+from cupaged.backends.base import AttentionBatch, Backend
+from cupaged.backends.cpu import PackedMatrix
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 30, 576, 1536, 9, 3, 64, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM

@@ -133,18 +133,20 @@ import os
 before = dict(os.environ)
 from cupaged import _blas
 import sys
-assert "numpy" not in sys.modules
-_blas.load_numpy()
-assert "numpy" in sys.modules and _blas.policy_applies() and dict(os.environ) == before
+assert "numpy" not in sys.modules and os.environ["OPENBLAS_THREAD_TIMEOUT"] == "16"
+from cupaged.backends import open_backend
+open_backend("cpu", 2)
+assert _blas.policy_applies() and dict(os.environ) == before
 """
-    python(code)
+    assert python(code).stderr == ""
 
 
 def test_the_users_own_policy_stays() -> None:
     code = """
 import os
 from cupaged import _blas
-_blas.load_numpy()
+from cupaged.backends import open_backend
+open_backend("cpu", 2)
 assert os.environ["OPENBLAS_THREAD_TIMEOUT"] == "9" and _blas.policy_applies()
 """
     python(code, OPENBLAS_THREAD_TIMEOUT="9")
@@ -154,7 +156,7 @@ def test_numpy_imported_first_gets_one_warning() -> None:
     code = "import numpy; from cupaged.backends import open_backend; open_backend('cpu', 2); open_backend('cpu', 2)"
     error = python(code).stderr
     assert error.count("import cupaged first") == (1 if "openblas" in _blas_names() else 0)
-    assert python("from cupaged import _blas; _blas.load_numpy();" + code).stderr == ""
+    assert python("import cupaged;" + code).stderr == ""
 
 
 def _blas_names() -> set[str]:

@@ -196,6 +196,7 @@ def _check_within(what: str, indices: npt.NDArray[Any], low: int, high: int) -> 
 
 
 def _set_blas_threads(threads: int) -> None:
+    _blas.remove_policy()
     blas = threadpoolctl.ThreadpoolController().select(user_api="blas")
     if any(library["num_threads"] != threads for library in blas.info()):
         blas.limit(limits=threads)

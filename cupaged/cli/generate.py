@@ -43,7 +43,8 @@ def command(
     A file holds one prompt a line, or one JSON object a line with "prompt", "messages" or "prompt_token_ids" and any
     sampling parameter: {"prompt": "Once", "max_tokens": 20, "seed": 1}
 
-    Every option may also stand in the environment (CUPAGED_BLOCK_SIZE=32) or in a config file (block-size = 32).
+    Options from --model on may also stand in the environment (CUPAGED_BLOCK_SIZE=32) or in a config file
+    (block-size = 32).
 
     \b
     Examples:
