@@ -165,9 +165,10 @@ class Engine:
             planned = time.perf_counter()
             output = self._run(plan)
             ran = time.perf_counter()
+            in_use = self._scheduler.cache.num_used, self._scheduler.cache.slots_used + plan.num_tokens
             changed = self._scheduler.apply(plan, output)
             outputs = [self._hand_out(self._live[s.request.request_id], ran) for s in changed]
-            self._record(plan, outputs, started, planned, ran)
+            self._record(plan, outputs, in_use, (started, planned, ran))
             return outputs
 
     def _run(self, plan: StepPlan) -> ModelOutput:
@@ -225,9 +226,12 @@ class Engine:
             del self._live[request.request_id]
         return output
 
-    def _record(self, plan: StepPlan, outputs: list[RequestOutput], started: float, planned: float, ran: float) -> None:
+    def _record(
+        self, plan: StepPlan, outputs: list[RequestOutput], in_use: tuple[int, int], times: tuple[float, float, float]
+    ) -> None:
         if not self.observers:
             return
+        started, planned, ran = times
         scheduler, cache = self._scheduler, self._scheduler.cache
         record = StepRecord(
             step=plan.step,
@@ -239,8 +243,8 @@ class Engine:
             num_preempted=len(plan.preempted),
             num_finished=sum(output.finished for output in outputs),
             blocks_total=cache.num_blocks,
-            blocks_used=cache.num_used,
-            slots_used=cache.slots_used,
+            blocks_used=in_use[0],
+            slots_used=in_use[1],
             schedule_seconds=planned - started,
             run_seconds=ran - planned,
             apply_seconds=time.perf_counter() - ran,

@@ -18,6 +18,7 @@ import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from cupaged.artefact import Artefact, Progress
+from cupaged.checkpoint.base import GenerationDefaults
 from cupaged.errors import HubError
 from cupaged.folders import cache_dir
 
@@ -40,6 +41,10 @@ ALIASES: dict[str, Artefact] = {
         licence="Apache-2.0",
     ),
 }
+
+
+RECOMMENDED = {DEFAULT_MODEL: GenerationDefaults(temperature=0.2, top_p=0.9)}
+"""Sampling parameters that a built-in model's makers recommend (its model card), where its file does not."""
 
 
 def resolve_model(name: str, progress: Progress | None = None) -> Path:

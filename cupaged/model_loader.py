@@ -11,11 +11,11 @@ from cupaged.backends import open_backend
 from cupaged.backends.base import Backend
 from cupaged.cache.manager import CacheManager
 from cupaged.checkpoint import open_checkpoint
-from cupaged.checkpoint.base import Checkpoint
+from cupaged.checkpoint.base import Checkpoint, GenerationDefaults
 from cupaged.config import EngineConfig
 from cupaged.engine import Engine
 from cupaged.errors import BackendError, CheckpointError, ParameterError
-from cupaged.hub import resolve_model
+from cupaged.hub import RECOMMENDED, resolve_model
 from cupaged.memory import available_memory, size_pool
 from cupaged.model.kv_store import KVStore
 from cupaged.model.llama import Llama
@@ -34,7 +34,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     ConfigError or BackendError, each with one line.
     """
     checkpoint = open_checkpoint(resolve_model(model, progress))
-    default_params = _params(checkpoint)
+    default_params = _params(checkpoint, RECOMMENDED.get(model, GenerationDefaults()))
     tokenizer = load_tokenizer(checkpoint) if _has_tokenizer(checkpoint) else None
     config = size_pool(config, checkpoint.config, np.dtype(np.float32).itemsize, available_memory())
     assert config.num_blocks is not None
@@ -53,8 +53,8 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
         )
     except MemoryError as error:
         raise BackendError(
-            f"not enough memory for {model}: {error}; take a smaller model, or lower num_blocks (now {config.num_blocks}),"
-            f" max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
+            f"not enough memory for {model}: {error}; take a smaller model, or a smaller KV pool (num_blocks, kv_cache_memory; now"
+            f" {config.num_blocks} blocks), max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
         ) from error
     scheduler = Scheduler(
         CacheManager(config.num_blocks, config.block_size),
@@ -77,8 +77,10 @@ def _load(checkpoint: Checkpoint, backend: Backend, max_model_len: int, progress
     return Llama(checkpoint.config, weights, backend.upload(cos), backend.upload(sin))
 
 
-def _params(checkpoint: Checkpoint) -> SamplingParams:
-    given = {f.name: getattr(checkpoint.generation, f.name) for f in fields(checkpoint.generation)}
+def _params(checkpoint: Checkpoint, recommended: GenerationDefaults) -> SamplingParams:
+    """What the checkpoint recommends, else what the built-in model's makers do."""
+    source = recommended if checkpoint.generation == GenerationDefaults() else checkpoint.generation
+    given = {f.name: getattr(source, f.name) for f in fields(source)}
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except ParameterError as error:

@@ -133,7 +133,7 @@ class ModelOutput:
 class StepRecord:
     """One step as its observers see it: statistics, live views and traces read these and count nothing themselves.
 
-    Blocks are counted after the step was applied; `slots_used` of the `blocks_used * block_size` slots hold KV.
+    Blocks are counted while the step runs; once it has, `slots_used` of the `blocks_used * block_size` slots hold KV.
     """
 
     step: int

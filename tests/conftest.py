@@ -7,12 +7,17 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cupaged.hub import DEFAULT_MODEL, alias_path, is_cached
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # started in the background, where shells ignore Ctrl-C and every child inherits that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 

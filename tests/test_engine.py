@@ -419,8 +419,8 @@ def test_a_step_record_counts_what_happened() -> None:
     first, second = records
     assert (first.num_tokens, first.num_decode, first.num_sampled, first.num_finished) == (9, 0, 2, 1)
     assert (first.num_running, first.num_waiting) == (1, 0)
-    assert (first.blocks_total, first.blocks_used, first.slots_used) == (8, 2, 6)
-    assert (second.num_tokens, second.num_decode, second.num_finished, second.blocks_used) == (1, 1, 1, 0)
+    assert (first.blocks_total, first.blocks_used, first.slots_used) == (8, 3, 9)
+    assert (second.num_tokens, second.num_decode, second.num_finished, second.blocks_used) == (1, 1, 1, 2)
     assert first.run_seconds >= 0
 
 

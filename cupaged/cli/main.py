@@ -78,7 +78,8 @@ def run(args: Sequence[str] | None = None) -> int:
         error.show()
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        click.echo("interrupted", err=True)
+        newline = "\n" if sys.stderr.isatty() else ""  # the terminal has just written ^C
+        click.echo(f"{newline}interrupted", err=True)
         return INTERRUPTED
     except CupagedError as error:
         click.echo(f"error: {error}", err=True)

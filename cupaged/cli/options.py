@@ -55,7 +55,7 @@ ENGINE_OPTIONS = (
     _option("--dtype", help="Storage of the weights: auto, float32."),
     _option("--kv-cache-dtype", help="Storage of keys and values: auto, float32."),
     _option("--block-size", type=int, help="Tokens per KV block, 1 to 256 (default 16)."),
-    _option("--num-blocks", type=int, help="KV blocks in the pool (default: see --kv-cache-memory)."),
+    _option("--num-blocks", type=int, help="KV blocks in the pool (default: by its size)."),
     _option("--kv-cache-memory", type=memory_size, metavar="SIZE", help="The pool's size: 512MB, 2GiB (default: at most a quarter of the free memory)."),
     _option("--max-model-len", type=int, help="Longest sequence in tokens (default: the model's, or what the pool holds)."),
     _option("--max-num-batched-tokens", type=int, help="Tokens computed in one step (default 512)."),
