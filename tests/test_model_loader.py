@@ -36,7 +36,7 @@ def test_what_memory_cannot_hold_names_the_knobs(tmp_path: Path, sizes: dict[str
         raise MemoryError(f"Unable to allocate an array with shape {shape}")
 
     monkeypatch.setattr(ReferenceBackend, "empty", full)
-    with pytest.raises(BackendError, match=r"not enough memory .* num_blocks, kv_cache_memory; now \d+ blocks\), max_num_batched_tokens"):
+    with pytest.raises(BackendError, match=r"not enough memory .*num_blocks, kv_cache_memory; now \d+ blocks\), max_num_batched_tokens"):
         open_engine(model(tmp_path), options(**sizes))
 
 
