@@ -168,6 +168,8 @@ def _pip_reason(log: str) -> str:
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if line.startswith("ERROR: ")]
     if re.search(r"Retrying|ConnectionError|timed out", log):
         return "the package index cannot be reached"
+    if errors and errors[-1] == "Exception:":  # a traceback follows, and ends with the reason
+        return log.splitlines()[-1]
     return errors[-1].rstrip(".") if errors else "no message"
 
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cupaged.errors import ConfigError, UnsupportedModelError
+from cupaged.errors import ConfigError, UnsupportedModelError, shown
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 MAX_LAYERS = 10_000
@@ -51,12 +51,11 @@ class RopeConfig:
             raise UnsupportedModelError(f"RoPE scaling {self.scaling!r} is not supported; one of {', '.join(ROPE_SCALINGS)} is")
         if not (self.theta > 0 and math.isfinite(self.theta)):
             raise UnsupportedModelError(f"rope theta must be a positive number, not {self.theta}")
-        if not (self.factor > 0 and math.isfinite(self.factor)):
-            raise UnsupportedModelError(f"RoPE scaling factor must be a positive number, not {self.factor}")
+        for name in ("factor", "beta_fast", "beta_slow"):
+            if not 1 / LARGEST_INT <= getattr(self, name) <= LARGEST_INT:
+                raise UnsupportedModelError(f"RoPE scaling's {name} must be a positive number below 2**31, not {getattr(self, name)}")
         if self.original_max_position is not None and self.original_max_position < 1:
             raise UnsupportedModelError(f"RoPE's original context must be at least 1 token, not {self.original_max_position}")
-        if not (self.beta_fast > 0 and self.beta_slow > 0):
-            raise UnsupportedModelError(f"yarn's beta_fast ({self.beta_fast}) and beta_slow ({self.beta_slow}) must be positive")
         if not all(0 < f < math.inf for f in self.freq_factors or ()):
             raise UnsupportedModelError("RoPE frequency factors must be positive numbers")
 
@@ -110,8 +109,9 @@ class ModelConfig:
             raise UnsupportedModelError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
             raise UnsupportedModelError(f"{len(self.layer_windows)} layer windows for {self.num_layers} layers")
-        if min(self.layer_windows, default=0) < 0:
-            raise UnsupportedModelError(f"a sliding window of {min(self.layer_windows)} tokens: it must be positive, or 0 for none")
+        for window in self.layer_windows:
+            if not 0 <= window <= LARGEST_INT:
+                raise UnsupportedModelError(f"a sliding window of {shown(window)} tokens: it must be 1 to {LARGEST_INT}, or 0 for none")
 
     @property
     def longest(self) -> int:
@@ -195,13 +195,13 @@ def _check_choice(name: str, value: object, built: tuple[str, ...], later: tuple
         return
     base = value.split(":")[0] if isinstance(value, str) else value
     if base in later:
-        raise ConfigError(f"{name} {value!r} is not built in this version; use {' or '.join(built)}")
-    raise ConfigError(f"{name} must be one of {', '.join(built)}, not {value!r}")
+        raise ConfigError(f"{name} {shown(value)} is not built in this version; use {' or '.join(built)}")
+    raise ConfigError(f"{name} must be one of {', '.join(built)}, not {shown(value)}")
 
 
 def _check_range(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
+        raise ConfigError(f"{name} must be a whole number, not {shown(value)}")
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{name} must be {bound}, not {value}")
+        raise ConfigError(f"{name} must be {bound}, not {shown(value)}")

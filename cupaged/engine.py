@@ -18,7 +18,7 @@ import numpy as np
 
 from cupaged.answer import Answer, prompt_candidates
 from cupaged.config import EngineConfig, ModelConfig
-from cupaged.errors import InvariantError, RequestError
+from cupaged.errors import InvariantError, RequestError, shown
 from cupaged.exclusive import Exclusive
 from cupaged.outputs import RequestMetrics, RequestOutput
 from cupaged.params import SamplingParams
@@ -261,6 +261,8 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> IntArray:
         if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (str, Sequence, np.ndarray)):
             raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+        if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
+            raise RequestError(f"a prompt of token ids is a list of them, not an array of {prompt.ndim} dimensions")
         ids = self._require_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
         if not len(ids):
             raise RequestError("the prompt is empty: give at least one token")
@@ -272,7 +274,7 @@ class Engine:
         vocabulary = self.model_config.vocab_size
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocabulary:
-                raise RequestError(f"the prompt holds {token!r}, which is no token id: those are 0 .. {vocabulary - 1}")
+                raise RequestError(f"the prompt holds {shown(token)}, which is no token id: those are 0 .. {vocabulary - 1}")
         return np.asarray(ids, np.int32)
 
     def _check_parameters(self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> None:

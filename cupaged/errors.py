@@ -28,7 +28,10 @@ __all__ = [
     "RequestError",
     "TokenizerError",
     "UnsupportedModelError",
+    "shown",
 ]
+
+_SHOWN_CHARACTERS = 100
 
 
 class CupagedError(Exception):
@@ -73,3 +76,12 @@ class BackendError(CupagedError):
 
 class InvariantError(CupagedError):
     """Corrupt bookkeeping: a wrong reference count, a slot written twice. Always a bug in cupaged."""
+
+
+def shown(value: object) -> str:
+    """A wrong value as an error names it: its repr, on one line and not too long for one."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # an integer of thousands of digits, a list of thousands of levels
+        return f"<{type(value).__name__} too large to show>"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from cupaged.artefact import Artefact, Progress
 from cupaged.checkpoint.base import GenerationDefaults
@@ -143,6 +143,8 @@ def _ask_hub(repo: str, revision: str | None, label: str) -> str | None:
         raise HubError(f"the hub's {repo} has no revision {revision!r}")
     if isinstance(answer, RepositoryNotFoundError):
         raise HubError(f"the hub has no model {repo!r}, or it is private; and there is no such folder here")
+    if isinstance(answer, HFValidationError):
+        raise HubError(f"{repo!r} is no hub id: {_first_line(answer)}")
     if isinstance(answer, Exception):
         return _first_line(answer)
     if not any(name.endswith(".safetensors") and "/" not in name for name in answer):

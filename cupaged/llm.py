@@ -12,7 +12,7 @@ import numpy as np
 from cupaged.artefact import Progress
 from cupaged.config import EngineConfig
 from cupaged.engine import Engine, Prompt
-from cupaged.errors import ConfigError, RequestError
+from cupaged.errors import ConfigError, RequestError, shown
 from cupaged.hub import DEFAULT_MODEL
 from cupaged.model_loader import open_engine
 from cupaged.outputs import RequestOutput
@@ -31,6 +31,8 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
+        if not isinstance(model, (str, os.PathLike)):
+            raise ConfigError(f"model must be a name or a path, not {shown(model)}")
         self.engine: Engine = open_engine(os.fspath(model), EngineConfig.from_options(**options), progress)
 
     @property
@@ -93,6 +95,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> many. A list of integers is one prompt."""
     if isinstance(prompts, str) or not isinstance(prompts, (Sequence, np.ndarray)):
         return [prompts]  # what is no prompt at all, the engine refuses
+    if getattr(prompts, "ndim", 1) == 0:
+        return [cast(Prompt, prompts)]  # an array of no dimension has no length
     if len(prompts) and all(isinstance(p, (int, np.integer)) for p in prompts):
         return [prompts]  # type: ignore[list-item]  # just checked: token ids
     return list(prompts)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cupaged.errors import ParameterError
+from cupaged.errors import ParameterError, shown
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy decoding."""
@@ -101,7 +101,7 @@ class SamplingParams:
                 _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise ParameterError(f"{name} must be true or false, not {getattr(self, name)!r}")
+                raise ParameterError(f"{name} must be true or false, not {shown(getattr(self, name))}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -109,7 +109,7 @@ class SamplingParams:
         known = [f.name for f in fields(cls)]
         for name in values:
             if name not in known:
-                raise ParameterError(f"unknown sampling parameter {name!r}; the parameters are {', '.join(known)}")
+                raise ParameterError(f"unknown sampling parameter {shown(name)}; the parameters are {', '.join(known)}")
         return cls(**values)
 
     @property
@@ -124,16 +124,16 @@ class SamplingParams:
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ParameterError(f"{name} must be a whole number, not {value!r}")
+        raise ParameterError(f"{name} must be a whole number, not {shown(value)}")
     if value < low or (high is not None and value > high):
-        raise ParameterError(f"{name} must be at least {low}{'' if high is None else f' and at most {high}'}, not {value}")
+        raise ParameterError(f"{name} must be at least {low}{'' if high is None else f' and at most {high}'}, not {shown(value)}")
 
 
 def _number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise ParameterError(f"{name} must be a finite number, not {value!r}")
+        raise ParameterError(f"{name} must be a finite number, not {shown(value)}")
     if value < low or (open_low and value == low) or value > high:
-        raise ParameterError(f"{name} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}, not {value!r}")
+        raise ParameterError(f"{name} must be {'above' if open_low else 'at least'} {low:g} and at most {high:g}, not {shown(value)}")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if items is None:
         return ()
     if not isinstance(items, (list, tuple)) or not all(isinstance(s, str) for s in items):
-        raise ParameterError(f"{name} must be a string or a list of strings, not {value!r}")
+        raise ParameterError(f"{name} must be a string or a list of strings, not {shown(value)}")
     if "" in items:
         raise ParameterError(f"{name} must not hold an empty string")
     return tuple(items)
@@ -151,7 +151,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, (list, tuple)) or not all(_is_token_id(i) for i in value):
-        raise ParameterError(f"{name} must be a list of token ids, not {value!r}")
+        raise ParameterError(f"{name} must be a list of token ids, not {shown(value)}")
     return tuple(value)
 
 
@@ -159,12 +159,12 @@ def _logit_bias(value: object) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ParameterError(f"logit_bias must map token ids to numbers, not {value!r}")
+        raise ParameterError(f"logit_bias must map token ids to numbers, not {shown(value)}")
     bias: dict[int, float] = {}
     for key, number in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key  # JSON object keys are strings
         if not _is_token_id(token):
-            raise ParameterError(f"logit_bias must map token ids to numbers; {key!r} is no token id")
+            raise ParameterError(f"logit_bias must map token ids to numbers; {shown(key)} is no token id")
         if token in bias:
             raise ParameterError(f"logit_bias names token {token} twice")
         _number(f"logit_bias[{token}]", number, -100.0, 100.0)

@@ -213,6 +213,11 @@ def test_yarn_stretches_the_longest_sequence() -> None:
         ({"num_attention_heads": 3}, ["3 query heads", "2 key/value heads"]),
         ({"head_dim": 15}, ["head_dim", "15"]),
         ({"num_attention_heads": 0, "num_key_value_heads": 0}, ["num_heads"]),
+        ({"architectures": ..., "model_type": "mistral", "num_hidden_layers": 2**62, "sliding_window": 8}, ["layers"]),
+        ({"architectures": ..., "model_type": "mistral", "sliding_window": 2**31}, ["sliding window"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": 1e308}}, ["beta_slow"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1e-308}}, ["beta_fast"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e308}}, ["factor"]),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(given: dict[str, Any], words: list[str]) -> None:
@@ -230,6 +235,7 @@ def test_what_is_not_computed_is_refused_by_name(given: dict[str, Any], words: l
         ({"num_hidden_layers": "two"}, "num_hidden_layers must be a number, not 'two'"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"hidden_size": 32.5}, "hidden_size must be a whole number"),
+        ({"hidden_size": 1e308}, "hidden_size must be a whole number of at most 64 bits"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rope_theta": 10**400}, "rope_theta"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),

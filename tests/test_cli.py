@@ -119,6 +119,12 @@ def test_a_failure_is_one_line_and_1(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     assert cli("generate", "x", "--model", "nowhere") == (1, "", "error: no such file or folder: nowhere\n")
 
 
+def test_no_statistics_where_nothing_ran(cli: Cli) -> None:
+    code, _, err = cli("generate", "", "--stats")
+    assert code == 1
+    assert only_line(err).startswith("error: the prompt is empty")
+
+
 def test_an_interrupt_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any, **options: Any) -> None:
         raise KeyboardInterrupt
@@ -298,7 +304,7 @@ def test_every_option_reaches_the_engine_and_the_request(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("12", 12), ("12B", 12), ("2k", 2000), ("2KiB", 2048), ("512MB", 512 * 10**6), ("1.5gib", 3 * 2**29), ("1 T", 10**12)],
+    [("12", 12), ("12B", 12), ("2k", 2000), ("2KiB", 2048), ("512MB", 512 * 10**6), ("1.5gib", 3 * 2**29), ("1 T", 10**12), ("9" * 400, 10**400 - 1)],
 )
 def test_memory_sizes(text: str, size: int) -> None:
     assert memory_size(text) == size
@@ -338,6 +344,8 @@ def test_precedence(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ("block-size = ", "not valid TOML"),
         ("block-size = 16.5", "'16.5' is not a valid integer"),
         ("block-size = true", "'True' is not a valid integer"),
+        ("block-size = " + "9" * 5000, "not valid TOML"),
+        ("block-size = " + "[" * 20_000, "not valid TOML"),
     ],
 )
 def test_a_wrong_config_file(text: str, message: str, cli: Cli, tmp_path: Path) -> None:
@@ -346,6 +354,20 @@ def test_a_wrong_config_file(text: str, message: str, cli: Cli, tmp_path: Path) 
     code, _, err = cli("generate", "x", "--config", str(path))
     assert code == 2
     assert message in err
+
+
+def test_a_config_file_may_begin_with_a_byte_order_mark(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b"\xef\xbb\xbfblock-size = 8")
+    assert cli("generate", "x", "--config", str(path))[0] == 0
+    assert ScriptedLLM.last.options == {"block_size": 8}
+
+
+def test_a_user_without_a_home_has_no_config_file(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", "")  # and the system knows none
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert cli("generate", "x")[0] == 0
 
 
 def test_a_config_file_may_name_options_of_other_commands(cli: Cli, tmp_path: Path) -> None:
@@ -388,7 +410,8 @@ def test_perplexity(args: list[str], cli: Cli, tmp_path: Path) -> None:
         (["--context", "4", "--stride", "4"], 2, "--stride (4) must be below --context (4)"),
         (["--stride", "512"], 2, "--stride (512) must be below --context (512)"),
         (["--context", "4000"], 2, "--context (4000) must be at most 127"),
-        ([], 1, "at least 2 are needed"),
+        ([], 1, "t.txt has too few tokens: at least 2 are needed"),
+        (["--max-model-len", "2"], 2, "max_model_len is 2: at least 3 are needed"),
     ],
 )
 def test_perplexity_refuses(args: list[str], code: int, message: str, cli: Cli, tmp_path: Path) -> None:
@@ -444,9 +467,10 @@ def test_chat_says_that_an_answer_was_cut(cli: Cli) -> None:
 
 
 def test_chat_with_invalid_utf8(cli: Cli) -> None:
-    code, _, err = cli("chat", stdin=b"hi\nb\xff\n")
-    assert code == 1
-    assert only_line(err) == "error: standard input is not valid UTF-8: byte 0xff at offset 1"
+    code, out, err = cli("chat", stdin=b"hi\nb\xff\nstill there\n")
+    assert (code, out) == (0, f"{ANSWER}\n{ANSWER}\n")
+    assert only_line(err) == "error: the line is not valid UTF-8: byte 0xff at offset 1"
+    assert ScriptedLLM.last.prompts[-1] == f"<user>hi|<assistant>{ANSWER}|<user>still there|"
 
 
 # pull, models

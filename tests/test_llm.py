@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupaged.errors import ConfigError, HubError, RequestError
@@ -62,6 +63,20 @@ def test_what_is_no_conversation_is_refused(messages: Any) -> None:
 def test_a_path_is_a_model_name() -> None:
     with pytest.raises(HubError, match="no such file or folder"):
         LLM(Path("/nonexistent/model"))
+
+
+@pytest.mark.parametrize("model", [None, 5, b"model"])
+def test_what_is_no_model_name_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model must be a name or a path"):
+        LLM(model)
+
+
+@pytest.mark.parametrize("prompt", [np.array(3), np.zeros((2, 2, 2), int)])
+def test_an_array_that_is_no_prompt_is_refused(prompt: Any) -> None:
+    llm = scripted()
+    with pytest.raises(RequestError, match=r"not an array of \d dimensions"):
+        llm.generate(prompt, FIVE)
+    assert not llm.engine.has_unfinished()
 
 
 def test_ctrl_c_while_requests_are_added_leaves_none_behind() -> None:

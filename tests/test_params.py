@@ -73,6 +73,18 @@ def test_whole_numbers_must_be_given(name: str) -> None:
 def test_huge_whole_numbers_get_the_same_clear_line() -> None:
     for name in ("seed", "logprobs", "top_k"):
         assert f"{name} must be at least" in refusal(**{name: 10**400})
+        assert refusal(**{name: 10**5000}).endswith("not <int too large to show>")
+
+
+def test_a_wrong_value_is_shown_on_one_short_line() -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for value in (nested, np.eye(9), ["-1"] * 9000, {"a\nb": "c" * 9000}):
+        line = refusal(stop_token_ids=value)
+        assert line.startswith("stop_token_ids must be a list of token ids, not ")
+        assert len(line) < 200
+        assert "\n" not in line
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -106,6 +106,11 @@ def test_limits_of_the_training_run_do_not_apply(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_special_token_that_is_no_text_is_not_in_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = folder_tokenizer(tmp_path, tokenizer=byte_level_json(), tokenizer_config={"bos_token": "\ud800"})
+    assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
+
+
 def test_named_special_tokens_become_special(tmp_path: Path) -> None:
     """A file may list them as ordinary; one outside the vocabulary gets no id of its own."""
     spec = byte_level_json()

@@ -9,6 +9,9 @@ from typing import Any, overload
 
 from cupaged.errors import CheckpointError
 
+_LARGEST = 2**63 - 1
+"""No count in a model is larger; one that is would not fit where it is used."""
+
 
 @dataclass(frozen=True)
 class Fields:
@@ -20,9 +23,11 @@ class Fields:
     def whole(self, name: str) -> int | None:
         """A whole number."""
         value = self.number(name)
-        if value is None or value == int(value):
-            return None if value is None else int(value)
-        raise CheckpointError(f"{self.origin}: {name} must be a whole number, not {value!r}")
+        if value is None:
+            return None
+        if value != int(value) or abs(value) > _LARGEST:
+            raise CheckpointError(f"{self.origin}: {name} must be a whole number of at most 64 bits, not {value!r}")
+        return int(value)
 
     @overload
     def number(self, name: str) -> float | None: ...

@@ -15,7 +15,7 @@ from typing import Any
 from cupaged.checkpoint.base import GenerationDefaults
 from cupaged.checkpoint.fields import Fields
 from cupaged.checkpoint.hf_rope import rope_config
-from cupaged.config import ModelConfig
+from cupaged.config import MAX_LAYERS, ModelConfig
 from cupaged.errors import CheckpointError, UnsupportedModelError
 
 
@@ -141,6 +141,8 @@ def _layer_windows(fields: Fields, architecture: str, defaults: _Defaults, num_l
     """Sliding windows: in every layer for Mistral; for Qwen where use_sliding_window and the layer's type say so."""
     if architecture == "llama":
         return ()
+    if num_layers > MAX_LAYERS:
+        return ()  # refused for that
     given = fields.whole("sliding_window")
     window = given or 0 if "sliding_window" in fields.values else defaults.sliding_window
     if architecture == "mistral":

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from cupaged.cli.options import Settings, engine_options, sampling_options
 from cupaged.cli.prompts import Message, decode
-from cupaged.cli.terminal import Interruptible, error_line, open_llm
+from cupaged.cli.terminal import Interruptible, Screen, error_line, open_llm
 from cupaged.errors import ChatTemplateError, RequestError
 from cupaged.outputs import CompletionOutput
 
@@ -43,7 +43,7 @@ def command(system: str | None, **options: Any) -> None:
     """
     settings = Settings.of(options, max_tokens=MAX_TOKENS)
     llm = open_llm(settings)
-    talk(llm, Conversation(llm, settings, system), Console(highlight=False))
+    talk(llm, Conversation(llm, settings, system), Screen(highlight=False))
 
 
 @dataclass
@@ -104,17 +104,23 @@ def talk(llm: LLM, conversation: Conversation, console: Console) -> None:
 
 
 def _read(console: Console) -> str | None:
-    """The next line, or None at the end of the input. Ctrl-C here only clears the line."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.buffer.readline()
-        return decode(line, "standard input") if line else None
+    """The next line that is text, or None at the end of the input. Ctrl-C at a terminal only clears the line."""
     while True:
         try:
-            return console.input("[bold green]> [/bold green]")
+            if sys.stdin.isatty():
+                return console.input("[bold green]> [/bold green]")
+            line = sys.stdin.buffer.readline()
+            return decode(line, "the line") if line else None
         except EOFError:
             console.print()
             return None
+        except RequestError as error:
+            error_line(error)
+        except UnicodeDecodeError as error:
+            error_line(f"the line is not valid UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}")
         except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
             console.print("\n[dim]Ctrl-D or /exit to leave[/dim]")
 
 

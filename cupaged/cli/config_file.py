@@ -22,16 +22,17 @@ else:
 
 
 def default_path() -> Path:
-    """$XDG_CONFIG_HOME/cupaged/config.toml, else ~/.config/cupaged/config.toml."""
+    """$XDG_CONFIG_HOME/cupaged/config.toml, else ~/.config/cupaged/config.toml; a user without a home has no such file."""
     shared = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(shared) if os.path.isabs(shared) else Path.home() / ".config") / "cupaged" / "config.toml"
+    folder = shared if os.path.isabs(shared) else os.path.expanduser("~/.config")
+    return Path(folder, "cupaged", "config.toml")
 
 
 def read(path: Path, options: Sequence[click.Parameter]) -> dict[str, Any]:
     """Parameter name -> value as a default_map takes it. Raises UsageError for a broken file or an unknown name."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
         raise click.UsageError(f"{path}: not valid TOML: {error}") from error
     except OSError as error:
         raise click.UsageError(f"{path}: {error.strerror}") from error

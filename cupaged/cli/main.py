@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -109,4 +110,6 @@ def _discard_output() -> None:
 
 def main() -> None:
     """The console script."""
-    sys.exit(run())
+    code = run()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing is left to tidy up, and Python's own end would show a traceback
+    sys.exit(code)

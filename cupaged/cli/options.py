@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ def memory_size(text: Any) -> int:
         raise click.BadParameter(f"{text!r} is not a size such as 512MB or 2GiB")
     number, prefix, binary = match.groups()
     power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    return int(Fraction(number) * (1024 if binary else 1000) ** power)
 
 
 def logit_bias(text: Any) -> tuple[int, float]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cupaged.cli.options import Settings, engine_options
-from cupaged.cli.prompts import read_text
+from cupaged.cli.prompts import read_text, source_name
 from cupaged.cli.terminal import ProgressView, open_llm
-from cupaged.errors import RequestError
+from cupaged.errors import ConfigError, RequestError
 from cupaged.outputs import RequestOutput
 from cupaged.params import SamplingParams
 
@@ -46,12 +46,14 @@ def command(file: Path, context: int | None, stride: int | None, as_json: bool, 
         raise click.UsageError(f"--stride ({stride}) must be below --context ({context or CONTEXT})")
     llm = open_llm(settings)
     longest = (llm.engine.config.max_model_len or llm.engine.model_config.max_position) - 1
+    if longest < 2:
+        raise ConfigError(f"max_model_len is {longest + 1}: at least 3 are needed, two tokens of the text and one more")
     window = min(context or CONTEXT, longest)
     if context and context > longest:
         raise click.UsageError(f"--context ({context}) must be at most {longest}, the model's longest sequence less one")
     token_ids = llm.tokenizer.encode(text)
     if len(token_ids) < 2:
-        raise RequestError(f"{file} has {len(token_ids)} tokens: at least 2 are needed, to predict one from another")
+        raise RequestError(f"{source_name(file)} has too few tokens: at least 2 are needed, to predict one from another")
     step = min(stride or window // 2, window - 1)
     total, count = score(llm.engine, token_ids, window, step)
     perplexity = math.exp(total / count) if total / count < 700 else math.inf

@@ -42,11 +42,14 @@ def decode(data: bytes, name: str) -> str:
         raise RequestError(f"{name} is not valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}") from error
 
 
+def source_name(path: Path) -> str:
+    """How errors name a file; "-" is standard input."""
+    return "standard input" if str(path) == "-" else str(path)
+
+
 def read_text(path: Path) -> str:
-    """A whole file as text; "-" is standard input."""
-    if str(path) == "-":
-        return decode(sys.stdin.buffer.read(), "standard input")
-    return decode(path.read_bytes(), str(path))
+    """A whole file as text."""
+    return decode(sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes(), source_name(path))
 
 
 def single(argument: str | None) -> Job:
@@ -67,8 +70,7 @@ def single(argument: str | None) -> Job:
 
 def from_file(path: Path) -> list[Job]:
     """One job a line that is not blank: JSON objects if the first is one or the name ends in .jsonl, else texts."""
-    name = "standard input" if str(path) == "-" else str(path)
-    text = read_text(path)
+    name, text = source_name(path), read_text(path)
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not lines:
         raise RequestError(f"{name} holds no prompt")

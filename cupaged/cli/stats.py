@@ -55,7 +55,8 @@ class Stats:
         ]
 
     def show(self) -> None:
-        for name, value in self.lines():
+        """Nothing, where nothing was computed."""
+        for name, value in self.lines() if self._steps else ():
             click.echo(f"{name:<12} {value}", err=True)
 
 

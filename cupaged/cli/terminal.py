@@ -25,6 +25,13 @@ def error_line(message: object) -> None:
     click.echo(f"error: {message}", err=True)
 
 
+class Screen(Console):
+    """A console that leaves a reader that went away to the command line's door, where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class ProgressView:
     """Shows progress(stage, done, total) calls: bars on a terminal, else a line for each stage that takes its time.
 

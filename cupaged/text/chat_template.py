@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cupaged.errors import ChatTemplateError, RequestError
+from cupaged.errors import ChatTemplateError, RequestError, shown
 
 
 class ChatTemplate:
@@ -110,7 +110,7 @@ def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise RequestError(f"messages[{position}] must have a role and a content, not be {type(message).__name__}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise RequestError(f"messages[{position}]: {key!r} must be a text, not {message.get(key)!r}")
+                raise RequestError(f"messages[{position}]: {key!r} must be a text, not {shown(message.get(key))}")
     return [dict(message) for message in messages]
 
 

@@ -70,7 +70,7 @@ def _special_tokens(checkpoint: Checkpoint, config: Mapping[str, Any], backend: 
         for name in _NAMES:
             value = source.get(name)
             content = value.get("content") if isinstance(value, dict) else value
-            if isinstance(content, str):
+            if isinstance(content, str) and content.encode("utf-8", "ignore").decode() == content:  # no lone surrogates
                 found[name] = content
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens(
