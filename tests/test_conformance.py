@@ -7,6 +7,8 @@ arrays lie inside larger ones whose rim must stay as it was.
 
 from __future__ import annotations
 
+import functools
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,21 +24,34 @@ from cupaged.backends import open_backend
 from cupaged.backends.base import AttentionBatch, Backend
 from cupaged.errors import InvariantError
 
-BACKENDS = ("reference", "cpu", "cpu team")
+BACKENDS = ("reference", "cpu", "cpu team", "cpu tiles")
 RIM = 7.25
 TOLERANCE = 1e-5
 
 
 @contextmanager
 def opened(name: str) -> Iterator[Backend]:
-    """A backend by name; "cpu team" hands even the smallest work to its three threads."""
+    """A backend by name; "cpu team" hands even the smallest work to its three threads, "cpu tiles" also tiles it."""
+    plain = name in ("reference", "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        if name == "cpu team":
+        if not plain:
             patch.setattr("cupaged.backends.cpu.TEAM_WORK", 0)
-        yield open_backend(name.split()[0], threads=3 if name == "cpu team" else 1)
+        if name == "cpu tiles":
+            for constant, value in (("LONG_RUN", 1), ("TILE_KEYS", 24), ("TILE_ROWS", 40)):
+                patch.setattr(f"cupaged.backends.cpu_attention.{constant}", value)
+        yield _open(name.split()[0], threads=1 if plain else 3)
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+_open = functools.cache(open_backend)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_backend_outlives_the_module() -> Iterator[None]:
+    yield
+    _open.cache_clear()
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with opened(request.param) as backend:
         yield backend
@@ -91,7 +107,7 @@ def float64(array: np.ndarray) -> np.ndarray:
 
 # ---- matrices and rows
 
-ROWS = (1, 2, 3, 4, 17, 63, 64, 65, 300)
+ROWS = (1, 2, 3, 4, 17, 64, 127, 128, 129, 300)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -305,11 +321,11 @@ class Paged:
                 row += 1
         return out.reshape(self.rows, -1)
 
-    def check_attention(self, backend: Backend, window: int = 0, scale: float = 0.3) -> None:
+    def check_attention(self, backend: Backend, window: int = 0, scale: float = 0.3, tolerance: float = TOLERANCE) -> None:
         key, value = self.pool()
         before, out = (key.copy(), value.copy(), self.qkv.copy()), Output(self.rows, self.heads * self.head_dim)
         backend.attention(self.qkv, key, value, self.batch, self.heads, scale, window, out.array)
-        out.check(self.attention(scale, window))
+        out.check(self.attention(scale, window), tolerance)
         for now, then in zip((key, value, self.qkv), before, strict=True):
             assert np.array_equal(now, then, equal_nan=True)
 
@@ -340,6 +356,51 @@ def test_chunks_of_a_long_prompt(backend: Backend, context: int, chunk: int) -> 
     Paged([context], [chunk], 16, 1, 3, 8).check_attention(backend)
 
 
+@pytest.mark.parametrize("window", [0, 1, 600])
+@pytest.mark.parametrize("contexts", [[511, 513], [1030, 700]])
+def test_chunks_of_prompts_longer_than_a_tile(backend: Backend, contexts: list[int], window: int) -> None:
+    Paged(contexts, [100, 70], 16, 2, 3, 8).check_attention(backend, window)
+
+
+def test_large_scores_in_a_later_tile_do_not_overflow(backend: Backend) -> None:
+    paged = Paged([1200], [80], 16, 1, 2, 16)
+    paged.keys[0] *= np.geomspace(1e-3, 30, 1200, dtype=np.float32)[:, None, None]
+    with np.errstate(all="raise", under="ignore"):
+        paged.check_attention(backend, scale=3.0, tolerance=1e-4)
+
+
+def test_scratch_does_not_grow_with_the_context() -> None:
+    backend = open_backend("cpu", threads=1)
+    for context in (600, 6000):
+        paged = Paged([context], [40], 16, 1, 2, 32)
+        pool, batch, out = paged.pool(), paged.batch, np.empty((40, 64), np.float32)
+        tracemalloc.start()
+        backend.attention(paged.qkv, *pool, batch, 2, 0.3, 0, out)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert 300_000 < peak < 1_000_000
+
+
+def test_members_multiply_on_one_blas_thread_each_and_an_error_of_one_puts_blas_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blas_threads() -> set[int]:
+        return {library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"}
+
+    def fail(*_: object) -> None:
+        assert blas_threads() <= {1}
+        raise MemoryError("a tile")
+
+    backend, paged = open_backend("cpu", threads=2), Paged([300], [300], 16, 3, 1, 64)
+    usual = blas_threads()
+    assert usual <= {2}
+    with monkeypatch.context() as patch:
+        patch.setattr("cupaged.backends.cpu_attention._long_run", fail)
+        with pytest.raises(MemoryError, match="a tile"):
+            paged.check_attention(backend)
+    assert blas_threads() == usual
+    paged.check_attention(backend)
+    assert blas_threads() == usual
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
 def test_decode_of_few_and_many_sequences_with_padded_lanes(backend: Backend, count: int) -> None:
     contexts = [1, 17, 60, 33, 2, 300, 16, 48, 15][:count]
@@ -348,7 +409,15 @@ def test_decode_of_few_and_many_sequences_with_padded_lanes(backend: Backend, co
 
 def test_attention_over_large_scores_does_not_overflow(backend: Backend) -> None:
     with np.errstate(all="raise", under="ignore"):
-        Paged([40, 200], [1, 60], 16, 2, 2, 16).check_attention(backend, scale=30.0)
+        Paged([40, 200, 60], [1, 60, 60], 16, 2, 2, 16).check_attention(backend, scale=30.0, tolerance=1e-4)
+
+
+def test_scores_that_are_all_far_below_zero(backend: Backend) -> None:
+    paged = Paged([40, 60], [1, 60], 16, 2, 2, 16)
+    paged.qkv[:] = 1
+    for key in paged.keys:
+        np.copyto(key, -20 * np.abs(key))
+    paged.check_attention(backend, scale=1.0, tolerance=1e-3)
 
 
 def test_rows_of_no_sequence_are_zeros(backend: Backend) -> None:

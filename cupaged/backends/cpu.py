@@ -5,13 +5,14 @@ back by a kernel; OpenBLAS splits the long side over its threads), many are x @ 
 and loading is a copy. scripts/bench_kernels.py times the alternatives.
 
 Threads: kernels run in a Team of our own; BLAS has its own threads, whose number is set for the whole process when a
-backend is made (see cupaged/_blas.py for the rest of that policy). One backend may be used by one thread at a time.
+backend is made, and to one while the Team itself multiplies (see cupaged/_blas.py for the rest of that policy). One backend may be used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,7 +32,7 @@ from cupaged.tensor_source import TensorSource
 CHUNK_BYTES = 4 << 20
 """How much of a tensor is read at once while loading."""
 
-SKINNY_ROWS = 64
+SKINNY_ROWS = 128
 """Up to this many rows a product is faster as W @ x.T."""
 
 TEAM_WORK = 100_000
@@ -57,13 +58,29 @@ class CpuBackend:
         self.threads = threads or _blas.usable_cores()
         self._team = Team(self.threads)
         self._counts = sampling.TokenCounts()
-        _set_blas_threads(self.threads)
+        self._blas_libraries = _controllable_blas()
+        self._set_blas_threads(self.threads)
+        if self.threads > 1 and not _blas.policy_applies() and any(library.internal_api == "openblas" for library in self._blas_libraries):
+            _warn_late()
 
     def _run(self, work: int, kernel: Callable[..., Any], *arguments: Any) -> None:
         if work < TEAM_WORK or self.threads == 1:
             kernel(0, 1, *arguments)
         else:
             self._team.run(kernel, *arguments)
+
+    def _set_blas_threads(self, threads: int) -> None:
+        for library in self._blas_libraries:
+            library.set_num_threads(threads)
+
+    @contextmanager
+    def _one_blas_thread(self) -> Iterator[None]:
+        """Products inside run on the thread that asks: the members of the team multiply side by side."""
+        self._set_blas_threads(1)
+        try:
+            yield
+        finally:
+            self._set_blas_threads(self.threads)
 
     # ---- memory
 
@@ -139,13 +156,14 @@ class CpuBackend:
         )  # fmt: skip
         if bad >= 0:
             raise InvariantError(f"sequence {bad} of the step: block, position or context out of bounds")
-        self._run(
-            rows * batch.max_context * num_heads * head_dim // 4,
-            cpu_attention.attention,
-            qkv.reshape(rows, num_heads + 2 * num_kv_heads, head_dim), key_cache, value_cache, batch.positions, batch.block_tables,
-            batch.query_start, batch.context_lens, batch.num_decode, batch.max_context, scale, window,
-            out.reshape(rows, num_heads, head_dim),
-        )  # fmt: skip
+        short, tiles = cpu_attention.share_out(batch, num_kv_heads, num_heads // num_kv_heads)
+        with self._one_blas_thread() if tiles else nullcontext():
+            self._run(
+                rows * batch.max_context * num_heads * head_dim // 4,
+                cpu_attention.attention,
+                qkv.reshape(rows, num_heads + 2 * num_kv_heads, head_dim), key_cache, value_cache, batch, short, tiles,
+                scale, window, out.reshape(rows, num_heads, head_dim),
+            )  # fmt: skip
         out[batch.query_start[-1] :] = 0
 
     def silu_mul(self, gate_up: F32, out: F32) -> None:
@@ -195,13 +213,10 @@ def _check_within(what: str, indices: npt.NDArray[Any], low: int, high: int) -> 
         raise InvariantError(f"{what} out of bounds: {indices[at]} is not within {low} .. {high - 1}")
 
 
-def _set_blas_threads(threads: int) -> None:
+def _controllable_blas() -> list[threadpoolctl.LibController]:
+    """The BLAS libraries whose threads can be told: all but, for one, Apple's Accelerate."""
     _blas.remove_policy()
-    blas = threadpoolctl.ThreadpoolController().select(user_api="blas")
-    if any(library["num_threads"] != threads for library in blas.info()):
-        blas.limit(limits=threads)
-    if threads > 1 and not _blas.policy_applies() and any(library["internal_api"] == "openblas" for library in blas.info()):
-        _warn_late()
+    return list(threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
 
 
 @cache

@@ -1,45 +1,54 @@
-"""Paged attention on the CPU, over the block table, with softmax computed on the way.
+"""Paged attention on the CPU, over the block table.
 
     key, value cache   [B, K, P, D]: the P slots of one head in one block are contiguous
-    a task             one sequence and one KV head (decode), or also a tile of its rows (more rows than one)
 
-decode: one row; the G query heads that share a KV head read each block's keys while they are in the cache; all scores
-        of the context are kept, so the softmax is one plain pass. Bound by memory.
-prefill: a tile of rows x G heads against tiles of TILE keys, with a running maximum and sum (online softmax,
-        arXiv 1805.02867). Keys are transposed into scratch once a tile, so both products are the same small matrix
-        product. Bound by arithmetic.
+short runs: a sequence's rows in the step are few, above all the one of decode. Row by row: the G query heads that share
+        a KV head read each block's keys while they are in the cache; all scores of the context are kept, so the softmax
+        is one plain pass. Bound by memory.
+long runs: a tile of one sequence's rows and the G heads of one KV head against tiles of keys and values, gathered from
+        their blocks into scratch, with a running maximum and sum (online softmax, arXiv 1805.02867). Both products are
+        BLAS's, on one thread: every member of the team multiplies tiles of its own. Bound by arithmetic.
 
 Slots outside a row's window or context are never read.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupaged.backends.cpu_jit import kernel, max_kernel
-from cupaged.backends.cpu_kernels import F32, I32, ZERO, exp
+from cupaged.backends.base import AttentionBatch
+from cupaged.backends.cpu_jit import kernel
+from cupaged.backends.cpu_kernels import F32, I32, I64, ZERO, exp
 
-TILE = 128  # keys a tile
-TILE_ROWS = 64  # rows x heads a tile, about
+LONG_RUN = 2048
+"""Rows x context of a sequence from which tiles are faster than row by row."""
+
+TILE_KEYS = 512
+TILE_ROWS = 192
+"""Rows x heads a tile, about: its scores, keys and values together stay in a core's second-level cache."""
 
 LOWEST = np.float32(-3.0e38)
-
-
-@max_kernel
-def _largest(x: F32, start: int, stop: int) -> Any:
-    m = LOWEST
-    for i in range(start, stop):
-        m = max(m, x[i])
-    return m
+_SIGN = np.int32(31)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
 @kernel
-def _exponentiate(x: F32, start: int, stop: int, maximum: Any, scale: Any) -> Any:
-    """x = exp((x - maximum) * scale) in place on start .. stop; returns the sum."""
+def _largest(x: F32) -> Any:
+    """The maximum, over integers in the order of the numbers (negative ones have their magnitude inverted): it vectorises."""
+    bits = x.view(np.int32)
+    m = ~_MAGNITUDE
+    for i in range(bits.shape[0]):
+        m = max(m, bits[i] ^ ((bits[i] >> _SIGN) & _MAGNITUDE))
+    return np.int32(m ^ ((m >> _SIGN) & _MAGNITUDE)).view(np.float32)
+
+
+@kernel
+def _exponentiate(x: F32, maximum: Any, scale: Any) -> Any:
+    """x = exp((x - maximum) * scale) in place; returns the sum."""
     total = ZERO
-    for i in range(start, stop):
+    for i in range(x.shape[0]):
         e = exp((x[i] - maximum) * scale)
         x[i] = e
         total += e
@@ -104,9 +113,10 @@ def _decode(
         start = stop
     count = context - oldest
     for h in range(heads):
-        total = _exponentiate(scores[h], 0, count, _largest(scores[h], 0, count), scale)
+        row = scores[h, :count]
+        total = _exponentiate(row, _largest(row), scale)
         for i in range(count):
-            scores[h, i] /= total
+            row[i] /= total
         out[h] = ZERO
     start = oldest
     while start < context:
@@ -118,119 +128,157 @@ def _decode(
 
 
 @kernel
-def _gather(cache_k: F32, cache_v: F32, table: I32, head: int, first: int, count: int, keys: F32, values: F32) -> None:
-    """Slots first .. first + count - 1 of one head: keys[d, t] (transposed) and values[t, d]."""
-    block_size, head_dim = cache_k.shape[2], cache_k.shape[3]
-    for t in range(count):
-        block, offset = table[(first + t) // block_size], (first + t) % block_size
-        k, v, row = cache_k[block, head, offset], cache_v[block, head, offset], values[t]
-        for i in range(head_dim):
-            keys[i, t] = k[i]
-            row[i] = v[i]
-
-
-@kernel
-def _prefill(
-    query: F32, position: int, table: I32, window: int, key_cache: F32, value_cache: F32, head: int, scale: Any, scratch: Any, out: F32
+def _short_runs(
+    part: int,
+    parts: int,
+    qkv: F32,
+    key_cache: F32,
+    value_cache: F32,
+    sequences: I64,
+    positions: I32,
+    tables: I32,
+    query_start: I32,
+    context_lens: I32,
+    max_context: int,
+    scale: float,
+    window: int,
+    out: F32,
 ) -> None:
-    """A tile of rows at position, position + 1, ... and the G heads of one KV head; query, out [rows, G, D]."""
-    keys, values, scores, maxima, sums, sums_of_rows = scratch
-    rows, group = query.shape[0], query.shape[1]
-    last = position + rows  # one past
-    for r in range(rows):
-        for g in range(group):
-            maxima[r * group + g] = LOWEST
-            sums[r * group + g] = ZERO
-            sums_of_rows[r * group + g] = ZERO
-    first = max(0, position - window + 1) if window > 0 else 0
-    while first < last:
-        count = min(TILE, last - first)
-        _gather(key_cache, value_cache, table, head, first, count, keys, values)
-        for r in range(rows):
-            low = max(0, position + r - window + 1 - first) if window > 0 else 0
-            high = min(count, position + r + 1 - first)
-            if low >= high:
-                continue
-            for g in range(group):
-                n = r * group + g
-                s = scores[:high]
-                s[:] = ZERO
-                _add_product(query[r, g], keys, query.shape[2], s)
-                largest = max(maxima[n], _largest(s, low, high))
-                shrink = exp((maxima[n] - largest) * scale)
-                maxima[n] = largest
-                sums[n] = sums[n] * shrink + _exponentiate(s, low, high, largest, scale)
-                o = sums_of_rows[n]
-                for i in range(o.shape[0]):
-                    o[i] *= shrink
-                _add_product(s[low:], values[low:], high - low, o)
-        first += count
-    for r in range(rows):
-        for g in range(group):
-            n = r * group + g
-            for i in range(out.shape[2]):
-                out[r, g, i] = sums_of_rows[n, i] / sums[n]
+    """A part of the rows of `sequences`; the other arrays as in `attention`."""
+    num_kv_heads = key_cache.shape[1]
+    group = out.shape[1] // num_kv_heads
+    scale = np.float32(scale)
+    scores = np.empty((out.shape[1], max_context), np.float32)
+    # Heads of one block lie side by side in memory: read them together where there are sequences for all threads.
+    span = num_kv_heads if sequences.shape[0] >= 2 * parts else 1
+    task = 0
+    for s in sequences:
+        for row in range(query_start[s], query_start[s + 1]):
+            for head in range(0, num_kv_heads, span):
+                task += 1
+                if task % parts != part:
+                    continue
+                heads = slice(head * group, (head + span) * group)
+                if context_lens[s] == 0:
+                    out[row, heads] = ZERO
+                    continue
+                context = positions[row] + 1
+                oldest = max(0, context - window) if window > 0 else 0
+                _decode(qkv[row, heads], tables[s], oldest, context, key_cache, value_cache, head, scale, scores, out[row, heads])
 
 
 @kernel
+def _gather(cache: F32, table: I32, head: int, first: int, out: F32) -> None:
+    """out[t] = slot first + t of one head."""
+    block_size, count = cache.shape[2], out.shape[0]
+    for t in range(count):
+        slot, row = cache[table[(first + t) // block_size], head, (first + t) % block_size], out[t]
+        for i in range(row.shape[0]):
+            row[i] = slot[i]
+
+
+@kernel
+def _weigh(scores: F32, group: int, position: int, first: int, window: int, scale: Any, maxima: F32, sums: F32, total: F32) -> None:
+    """In place scores = exp((scores - running maximum) * scale), and 0 where a row does not see a key.
+
+    scores [rows * G, keys]: the rows from `position` on, the keys from `first` on. What stands in maxima, sums
+    [rows * G] and total [rows * G, D] is of the tiles of keys before; the latter two are scaled to the new maxima.
+    """
+    count = scores.shape[1]
+    for n in range(scores.shape[0]):
+        end = position + n // group + 1 - first
+        high = max(0, min(count, end))
+        low = min(high, max(0, end - window)) if window > 0 else 0
+        scores[n, :low] = ZERO
+        scores[n, high:] = ZERO
+        if low == high:
+            continue
+        seen, sum_of_values = scores[n, low:high], total[n]
+        largest = max(maxima[n], _largest(seen))
+        shrink = exp((maxima[n] - largest) * scale)
+        maxima[n] = largest
+        sums[n] = sums[n] * shrink + _exponentiate(seen, largest, scale)
+        for i in range(sum_of_values.shape[0]):
+            sum_of_values[i] *= shrink
+
+
+class Tile(NamedTuple):
+    """Rows start .. stop - 1 of the step, all of one sequence, and the query heads of one KV head."""
+
+    sequence: int
+    start: int
+    stop: int
+    head: int
+
+
+def share_out(batch: AttentionBatch, num_kv_heads: int, group: int) -> tuple[I64, list[Tile]]:
+    """The sequences that are short runs, and the tiles of the long ones; those that see the most keys come last."""
+    rows = np.diff(batch.query_start).astype(np.int64)
+    long = rows * batch.context_lens >= LONG_RUN
+    long[: batch.num_decode] = False
+    step = max(1, TILE_ROWS // group)
+    tiles = [
+        Tile(s, start, min(start + step, int(batch.query_start[s + 1])), head)
+        for s in np.flatnonzero(long).tolist()
+        for start in range(batch.query_start[s], batch.query_start[s + 1], step)
+        for head in range(num_kv_heads)
+    ]
+    return np.flatnonzero(~long), sorted(tiles, key=lambda tile: int(batch.positions[tile.start]))
+
+
 def attention(
     part: int,
     parts: int,
     qkv: F32,
     key_cache: F32,
     value_cache: F32,
-    positions: I32,
-    tables: I32,
-    query_start: I32,
-    context_lens: I32,
-    num_decode: int,
-    max_context: int,
+    batch: AttentionBatch,
+    short: I64,
+    tiles: list[Tile],
     scale: float,
     window: int,
     out: F32,
 ) -> None:
-    """qkv [T, H + 2K, D], out [T, H, D]; the other arrays as in AttentionBatch."""
-    num_kv_heads, head_dim = key_cache.shape[1], key_cache.shape[3]
-    group = out.shape[1] // num_kv_heads
-    scale = np.float32(scale)
-    scores = np.empty((out.shape[1], max_context), np.float32)
-    # Heads of one block lie side by side in memory: read them together where there are sequences for all threads.
-    span = num_kv_heads if num_decode >= 2 * parts else 1
-    spans = num_kv_heads // span
-    for task in range(part, num_decode * spans, parts):
-        s, head = task // spans, task % spans
-        heads = slice(head * span * group, (head + 1) * span * group)
-        row = query_start[s]
-        if context_lens[s] == 0:
-            out[row, heads] = ZERO
-            continue
-        context = positions[row] + 1
-        oldest = max(0, context - window) if window > 0 else 0
-        _decode(qkv[row, heads], tables[s], oldest, context, key_cache, value_cache, head, scale, scores, out[row, heads])
-    if num_decode == context_lens.shape[0]:
+    """A part of the short runs, then tiles from the list that all parts share until none is left.
+
+    qkv [T, H + 2K, D], out [T, H, D]; short and tiles from `share_out`.
+    """
+    _short_runs(
+        part, parts, qkv, key_cache, value_cache, short, batch.positions, batch.block_tables, batch.query_start, batch.context_lens,
+        batch.max_context, scale, window, out,
+    )  # fmt: skip
+    if not tiles:
         return
-    step = max(1, TILE_ROWS // group)
-    scratch = (
-        np.empty((head_dim, TILE), np.float32),
-        np.empty((TILE, head_dim), np.float32),
-        np.empty(TILE, np.float32),
-        np.empty(step * group, np.float32),
-        np.empty(step * group, np.float32),
-        np.empty((step * group, head_dim), np.float32),
-    )
-    task = 0
-    for s in range(num_decode, context_lens.shape[0]):
-        for row in range(query_start[s], query_start[s + 1], step):
-            stop = min(row + step, query_start[s + 1])
-            for head in range(num_kv_heads):
-                task += 1
-                if task % parts != part:
-                    continue
-                heads = slice(head * group, (head + 1) * group)
-                if context_lens[s] == 0:
-                    out[row:stop, heads] = ZERO
-                else:
-                    _prefill(qkv[row:stop, heads], positions[row], tables[s], window, key_cache, value_cache, head, scale, scratch, out[row:stop, heads])
+    group, head_dim = out.shape[1] // key_cache.shape[1], out.shape[2]
+    keys = min(TILE_KEYS, batch.max_context)
+    scratch = np.empty(max(group, TILE_ROWS) * keys, np.float32), np.empty((keys, head_dim), np.float32), np.empty((keys, head_dim), np.float32)
+    while True:
+        try:
+            tile = tiles.pop()
+        except IndexError:
+            return
+        block = slice(tile.start, tile.stop), slice(tile.head * group, (tile.head + 1) * group)
+        _long_run(tile, qkv[block], key_cache, value_cache, batch, np.float32(scale), window, scratch, out[block])
+
+
+def _long_run(
+    tile: Tile, qkv: F32, key_cache: F32, value_cache: F32, batch: AttentionBatch, scale: Any, window: int, scratch: tuple[F32, F32, F32], out: F32
+) -> None:
+    """One tile: qkv, out [rows, G, D]."""
+    rows, group, head_dim = out.shape
+    query = qkv.reshape(rows * group, head_dim)
+    table, position = batch.block_tables[tile.sequence], int(batch.positions[tile.start])
+    maxima, sums = np.full(len(query), LOWEST), np.zeros(len(query), np.float32)
+    total, product = np.zeros_like(query), np.empty_like(query)
+    for first in range(max(0, position - window + 1) if window > 0 else 0, position + rows, TILE_KEYS):
+        count = min(TILE_KEYS, position + rows - first)
+        scores, keys, values = scratch[0][: len(query) * count].reshape(-1, count), scratch[1][:count], scratch[2][:count]
+        _gather(key_cache, table, tile.head, first, keys)
+        _gather(value_cache, table, tile.head, first, values)
+        np.matmul(query, keys.T, out=scores)
+        _weigh(scores, group, position, first, window, scale, maxima, sums, total)
+        total += np.matmul(scores, values, out=product)
+    np.divide(total.reshape(out.shape), sums.reshape(rows, group, 1), out=out)
 
 
 @kernel

@@ -43,11 +43,6 @@ def exact_kernel(function: F) -> F:
     return _jit(function, {"contract"})
 
 
-def max_kernel(function: F) -> F:
-    """The same for a maximum over numbers that are never NaN, which vectorises only under that promise."""
-    return _jit(function, {"nnan", "nsz"})
-
-
 def _jit(function: F, fast_math: set[str]) -> F:
     # The cache folder is a process-wide setting that is read at decoration: the user's own kernels keep theirs.
     settings: Any = numba.config
