@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from cupaged.engine import Engine as Engine
     from cupaged.errors import CupagedError as CupagedError
     from cupaged.llm import LLM as LLM
+    from cupaged.outputs import BeamSearchOutput as BeamSearchOutput
     from cupaged.outputs import CompletionOutput as CompletionOutput
     from cupaged.outputs import Logprob as Logprob
     from cupaged.outputs import RequestOutput as RequestOutput
+    from cupaged.params import BeamSearchParams as BeamSearchParams
     from cupaged.params import SamplingParams as SamplingParams
 
 place_policy()
 
 _EXPORTS = {
+    "BeamSearchOutput": "cupaged.outputs",
+    "BeamSearchParams": "cupaged.params",
     "CompletionOutput": "cupaged.outputs",
     "CupagedError": "cupaged.errors",
     "Engine": "cupaged.engine",

@@ -65,7 +65,7 @@ class Answer:
             index=sequence.index,
             text=self._text,
             token_ids=self._token_ids.copy(),
-            cumulative_logprob=sequence.cumulative_logprob if wanted else None,
+            cumulative_logprob=None if sequence.request.params.needed_logprobs is None else sequence.cumulative_logprob,
             logprobs=self._logprobs.copy() if wanted else None,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,

@@ -118,6 +118,11 @@ class ModelConfig:
         """Most tokens the position encoding can be asked for: max_position, which dynamic NTK stretches by its factor."""
         return int(self.max_position * self.rope.factor) if self.rope.scaling == "dynamic" else self.max_position
 
+    @property
+    def window_of_all(self) -> int:
+        """What no layer looks beyond: the largest window, or 0 where some layer has full attention."""
+        return 0 if not self.layer_windows or min(self.layer_windows) == 0 else max(self.layer_windows)
+
     def window(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 is full attention."""
         return self.layer_windows[layer] if self.layer_windows else 0
@@ -132,7 +137,9 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device": (("auto", "cpu", "reference"), ("cuda", "emu")),
     "dtype": (("auto", "float32"), ("float16", "bfloat16", "int8")),
     "kv_cache_dtype": (("auto", "float32"), ("float16", "bfloat16", "fp8", "int8")),
-    "preemption": (("recompute",), ("swap", "auto")),
+    "queue": (("fcfs", "lpm", "dfs"), ()),
+    "eviction": (("lru", "fifo", "lfu", "weighted"), ()),
+    "preemption": (("recompute", "swap", "auto"), ()),
 }
 
 
@@ -149,7 +156,13 @@ class EngineConfig:
     max_model_len           longest sequence, prompt and output together; default the model's
     max_num_batched_tokens  tokens computed in one step, over all sequences (default 512)
     max_num_seqs            sequences computed in one step (default 64)
-    preemption              what happens to a sequence when the pool is full
+    prefix_cache            keep computed blocks until the pool needs them, and reuse equal prefixes
+    queue                   who is served next: fcfs (first come), lpm (longest cached prefix), dfs (depth first in the
+                            prefix tree); nobody is passed over for ever
+    eviction                which cached block goes first: lru, fifo, lfu, or weighted (deep and seldom used first)
+    preemption              what happens to a request that gives its blocks up: recompute its KV later, swap it to host
+                            memory, or auto (swap where recomputing would take more than one step)
+    swap_space              bytes of host memory for swapping (default 1 GiB where preemption is not recompute)
     threads                 CPU threads; default the cores this process may use
     """
 
@@ -162,18 +175,26 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    prefix_cache: bool = True
+    queue: str = "fcfs"
+    eviction: str = "lru"
     preemption: str = "recompute"
+    swap_space: int | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         for name, (built, later) in _CHOICES.items():
             _check_choice(name, getattr(self, name), built, later)
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
         _check_range("block_size", self.block_size, 1, 256)
         for name, most in (("num_blocks", LARGEST_INT), ("kv_cache_memory", None), ("max_model_len", LARGEST_INT), ("threads", _MOST_THREADS)):
             if getattr(self, name) is not None:
                 _check_range(name, getattr(self, name), 1, most)
         _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, LARGEST_INT)
         _check_range("max_num_seqs", self.max_num_seqs, 1, LARGEST_INT)
+        if self.swap_space is not None:
+            _check_range("swap_space", self.swap_space, 0, None)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"

@@ -8,27 +8,28 @@ the text and told to the scheduler, and every step leaves one StepRecord for who
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from cupaged.answer import Answer, prompt_candidates
+from cupaged.beam import BeamSearch
+from cupaged.cache.manager import CacheUsage
 from cupaged.config import EngineConfig, ModelConfig
-from cupaged.errors import InvariantError, RequestError, shown
+from cupaged.door import Door, Prompt
+from cupaged.errors import InvariantError, RequestError
 from cupaged.exclusive import Exclusive
-from cupaged.outputs import RequestMetrics, RequestOutput
-from cupaged.params import SamplingParams
+from cupaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from cupaged.params import BeamSearchParams, SamplingParams
 from cupaged.scheduler import Scheduler
-from cupaged.sequence import Request
-from cupaged.step_plan import IntArray, ModelOutput, StepPlan, StepRecord
+from cupaged.sequence import Request, Sequence, Status
+from cupaged.step_plan import ModelOutput, StepPlan, StepRecord
 from cupaged.stream import RequestStream
 from cupaged.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
 
 
 class PlanRunner(Protocol):
@@ -40,10 +41,10 @@ class PlanRunner(Protocol):
 class _Live:
     """A request on its way: what the scheduler does not care about."""
 
-    def __init__(self, request: Request, answer: Answer, mailbox: deque[RequestOutput] | None) -> None:
+    def __init__(self, request: Request, mailbox: deque[RequestOutput] | None) -> None:
         self.request = request
         self.prompt_ids = request.prompt_token_ids.tolist()
-        self.answer = answer
+        self.answers: dict[int, Answer] = {}
         self.mailbox = mailbox
         self.first_token: float | None = None
 
@@ -74,10 +75,10 @@ class Engine:
         self.observers: list[Callable[[StepRecord], None]] = []
         self._scheduler = scheduler
         self._runner = runner
+        self._block_bytes = model_config.kv_bytes_per_token(np.dtype(np.float32).itemsize) * config.block_size
         self._live: dict[str, _Live] = {}
         self._next_id = 0
-        # a damaged config may name ids that the model does not have: they can never come, and must not be banned
-        self._eos_ids = frozenset(i for i in model_config.eos_token_ids if 0 <= i < model_config.vocab_size)
+        self._door = Door(model_config, config.max_model_len or model_config.max_position, tokenizer)
         self._forgotten: deque[str] = deque()  # streams that were dropped, perhaps in the middle of a step
         self._exclusive = Exclusive()  # abort may come from another thread; it waits for the step to end, as Ctrl-C does
 
@@ -89,38 +90,23 @@ class Engine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         mailbox: deque[RequestOutput] | None = None,
+        cache_salt: str = "",
     ) -> str:
         """Queue a prompt (text or token ids); its id. Raises RequestError for one that can never be served.
 
-        Each of its outputs is also appended to `mailbox`, whoever calls the `step` or `abort` that makes it.
+        Each of its outputs is also appended to `mailbox`, whoever calls the `step` or `abort` that makes it. Requests
+        share cached prefixes only with those of the same `cache_salt`.
         """
-        params = self.default_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters must be a SamplingParams, not {type(params).__name__}")
         with self._exclusive:
             request_id = self.new_id() if request_id is None else request_id
             if request_id in self._live:
                 raise RequestError(f"a request with the id {request_id!r} is already running")
-            token_ids = self._prompt_ids(prompt)
-            bad_words = self._bad_words(params)
-            self._check_parameters(params, bad_words)
-            limit = self._max_model_len
-            request = Request(
-                request_id,
-                token_ids,
-                params,
-                max_len=limit if params.max_tokens is None else min(limit, len(token_ids) + params.max_tokens),
-                seed=secrets.randbits(64) if params.seed is None else params.seed,
-                prompt=prompt if isinstance(prompt, str) else None,
-                eos_ids=self._eos_ids,
-                bad_words=bad_words,
-                arrival_time=time.perf_counter(),
-            )
-            sequence = self._scheduler.add(request)
-            self._live[request_id] = _Live(request, Answer(sequence, self.tokenizer), mailbox)
+            request = self._door.admit(request_id, prompt, self.default_params if params is None else params, cache_salt)
+            self._scheduler.add(request)
+            self._live[request_id] = _Live(request, mailbox)
             return request_id
 
     def new_id(self) -> str:
@@ -135,11 +121,19 @@ class Engine:
         """End a request now and free everything it holds; what it has so far, or None for an unknown id."""
         with self._exclusive:
             live = self._live.get(request_id)
-            if live is None or live.request.sequence is None:
+            if live is None:
                 return None
-            self._scheduler.finish(live.request.sequence, "abort")
-            live.answer.flush()
+            growing = live.request.live
+            self._scheduler.abort(live.request)
+            if live.request.beam is None:
+                for sequence in growing:
+                    self._answer(live, sequence).flush()
             return self._report(live)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests go on undisturbed."""
+        with self._exclusive:
+            self._scheduler.cache.reset_prefix_cache()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """An iterator over the outputs of one request as it grows (text and ids are cumulative).
@@ -147,6 +141,9 @@ class Engine:
         Closing it aborts the request, and so does the next step once it was dropped. Several streams may be open at
         once: each step serves all of them.
         """
+        wanted = params or self.default_params
+        if wanted.num_samples > wanted.n:
+            raise RequestError("best_of cannot be streamed: which answers are the best is known at the end; use n")
         mailbox: deque[RequestOutput] = deque()
         request_id = self.add_request(prompt, params, mailbox=mailbox)
         return RequestStream(mailbox, self.step, lambda: self.abort(request_id), lambda: self._forgotten.append(request_id))
@@ -165,10 +162,13 @@ class Engine:
             planned = time.perf_counter()
             output = self._run(plan)
             ran = time.perf_counter()
-            in_use = self._scheduler.cache.num_used, self._scheduler.cache.slots_used + plan.num_tokens
+            usage = self._scheduler.cache.usage() if self.observers else None
             changed = self._scheduler.apply(plan, output)
-            outputs = [self._hand_out(self._live[s.request.request_id], ran) for s in changed]
-            self._record(plan, outputs, in_use, (started, planned, ran))
+            for sequence in changed:
+                self._follow(sequence, ran)
+            outputs = [self._report(self._live[name]) for name in dict.fromkeys(s.request.request_id for s in changed)]
+            if usage is not None:
+                self._record(plan, outputs, usage, (started, planned, ran))
             return outputs
 
     def _run(self, plan: StepPlan) -> ModelOutput:
@@ -184,40 +184,45 @@ class Engine:
             self._scheduler.cancel(plan)
             raise
 
-    def _hand_out(self, live: _Live, now: float) -> RequestOutput:
+    def _follow(self, sequence: Sequence, now: float) -> None:
+        """Bring a sequence's answer up to date; one that has just completed a stop string ends."""
+        live = self._live[sequence.request.request_id]
         if live.first_token is None:
             live.first_token = now
-        sequence = live.request.sequence
-        assert sequence is not None
-        matched = live.answer.follow()
+        if sequence.request.beam is not None:
+            return  # beams come and go: their text is made when the search is over
+        matched = self._answer(live, sequence).follow()
         if matched is not None:
             if sequence.finish_reason is None:
                 self._scheduler.finish(sequence, "stop", matched)
             else:  # the token that ended the answer also completed a stop string
                 sequence.finish_reason, sequence.stop_reason = "stop", matched
-        return self._report(live)
+
+    def _answer(self, live: _Live, sequence: Sequence) -> Answer:
+        if sequence.seq_id not in live.answers:
+            live.answers[sequence.seq_id] = Answer(sequence, self.tokenizer)
+        return live.answers[sequence.seq_id]
 
     def _report(self, live: _Live) -> RequestOutput:
-        request, answer = live.request, live.answer.output()
-        sequence = request.sequence
-        assert sequence is not None
-        finished = answer.finish_reason is not None
+        request = live.request
+        finished = request.status is Status.FINISHED
         output = RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=live.prompt_ids,
-            outputs=[answer],
+            outputs=_outputs(live, finished) if request.beam is None else self._beams(request.beam),
             finished=finished,
             prompt_logprobs=(
                 None
                 if request.params.prompt_logprobs is None or not finished
                 else prompt_candidates(request.prompt_candidates, self.tokenizer)
             ),
+            num_cached_tokens=request.num_cached or 0,
             metrics=RequestMetrics(
                 arrival=request.arrival_time,
                 first_token=live.first_token,
                 finished=time.perf_counter() if finished else None,
-                num_preemptions=sequence.num_preemptions,
+                num_preemptions=request.num_preemptions,
             ),
         )
         if live.mailbox is not None:
@@ -226,25 +231,42 @@ class Engine:
             del self._live[request.request_id]
         return output
 
+    def _beams(self, search: BeamSearch) -> list[CompletionOutput]:
+        """The complete answers of a beam search so far, best first."""
+        return [
+            CompletionOutput(
+                index=index,
+                text=self.tokenizer.decode(answer.token_ids) if self.tokenizer else "",
+                token_ids=list(answer.token_ids),
+                cumulative_logprob=answer.cumulative_logprob,
+                score=answer.score,
+                finish_reason=answer.finish_reason,
+            )
+            for index, answer in enumerate(search.hypotheses)
+        ]
+
     def _record(
-        self, plan: StepPlan, outputs: list[RequestOutput], in_use: tuple[int, int], times: tuple[float, float, float]
+        self, plan: StepPlan, outputs: list[RequestOutput], usage: CacheUsage, times: tuple[float, float, float]
     ) -> None:
-        if not self.observers:
-            return
         started, planned, ran = times
         scheduler, cache = self._scheduler, self._scheduler.cache
         record = StepRecord(
             step=plan.step,
             num_decode=plan.num_decode,
             num_tokens=plan.num_tokens,
-            num_sampled=len(plan.sampled),
-            num_running=len(scheduler.running),
+            num_sampled=len(plan.samples),
+            num_running=scheduler.num_running_sequences,
             num_waiting=len(scheduler.waiting),
             num_preempted=len(plan.preempted),
             num_finished=sum(output.finished for output in outputs),
             blocks_total=cache.num_blocks,
-            blocks_used=in_use[0],
-            slots_used=in_use[1],
+            blocks_used=usage.blocks_used,
+            slots_used=usage.slots_used + plan.num_tokens,
+            blocks_cached=usage.blocks_cached,
+            blocks_shared=usage.blocks_shared,
+            blocks_copied=cache.counters.blocks_copied,
+            blocks_evicted=cache.counters.blocks_evicted,
+            bytes_swapped=cache.counters.blocks_swapped * self._block_bytes,
             schedule_seconds=planned - started,
             run_seconds=ran - planned,
             apply_seconds=time.perf_counter() - ran,
@@ -252,58 +274,12 @@ class Engine:
         for observe in self.observers:
             observe(record)
 
-    # ---- checks at the door
 
-    @property
-    def _max_model_len(self) -> int:
-        return self.config.max_model_len or self.model_config.max_position
-
-    def _prompt_ids(self, prompt: Prompt) -> IntArray:
-        if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, (str, Sequence, np.ndarray)):
-            raise RequestError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
-        if isinstance(prompt, np.ndarray) and prompt.ndim != 1:
-            raise RequestError(f"a prompt of token ids is a list of them, not an array of {prompt.ndim} dimensions")
-        ids = self._require_tokenizer("a text prompt").encode(prompt) if isinstance(prompt, str) else prompt
-        if not len(ids):
-            raise RequestError("the prompt is empty: give at least one token")
-        if len(ids) >= self._max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but prompt and output together may have {self._max_model_len}"
-                " (max_model_len): shorten the prompt"
-            )
-        vocabulary = self.model_config.vocab_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocabulary:
-                raise RequestError(f"the prompt holds {shown(token)}, which is no token id: those are 0 .. {vocabulary - 1}")
-        return np.asarray(ids, np.int32)
-
-    def _check_parameters(self, params: SamplingParams, bad_words: Sequence[tuple[int, ...]]) -> None:
-        vocabulary = self.model_config.vocab_size
-        for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
-            for token in tokens:
-                if token >= vocabulary:
-                    raise RequestError(f"{name} names token {token}, but the vocabulary ends at {vocabulary - 1}")
-        if params.stop:
-            self._require_tokenizer("a stop string")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocabulary:
-                raise RequestError(f"{name} asks for {getattr(params, name)} candidates of {vocabulary} tokens")
-        banned = {word[-1] for word in bad_words}
-        if params.min_tokens:
-            banned |= self._eos_ids.union(params.stop_token_ids)
-        if len(banned) == vocabulary:
-            raise RequestError("bad_words and the stop tokens that min_tokens forbids leave no token to choose from")
-
-    def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
-        """Token sequences of the bad words, at the start of a text and after a space; those the model can produce."""
-        if not params.bad_words:
-            return []
-        tokenizer = self._require_tokenizer("a bad word")
-        variants = (text for word in params.bad_words for text in (word, " " + word.lstrip()))
-        encoded = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in variants)
-        return sorted({ids for ids in encoded if ids and max(ids) < self.model_config.vocab_size})
-
-    def _require_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and this model has none: give token ids")
-        return self.tokenizer
+def _outputs(live: _Live, finished: bool) -> list[CompletionOutput]:
+    """The request's answers by index; at the end, of best_of answers the n with the highest mean logprob, best first."""
+    params = live.request.params
+    answers = [answer.output() for answer in live.answers.values()]
+    if finished and params.num_samples > params.n:
+        answers.sort(key=lambda a: -(a.cumulative_logprob or 0.0) / max(1, len(a.token_ids)))
+        answers = [replace(answer, index=index) for index, answer in enumerate(answers[: params.n])]
+    return answers

@@ -11,12 +11,13 @@ import numpy as np
 
 from cupaged.artefact import Progress
 from cupaged.config import EngineConfig
-from cupaged.engine import Engine, Prompt
+from cupaged.door import Prompt
+from cupaged.engine import Engine
 from cupaged.errors import ConfigError, RequestError, shown
 from cupaged.hub import DEFAULT_MODEL
 from cupaged.model_loader import open_engine
-from cupaged.outputs import RequestOutput
-from cupaged.params import SamplingParams
+from cupaged.outputs import BeamSearchOutput, RequestOutput
+from cupaged.params import BeamSearchParams, SamplingParams
 from cupaged.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, str]]
@@ -56,11 +57,27 @@ class LLM:
         served, before any is run. When it raises (or is interrupted), none of these requests is left behind.
         """
         many = _as_prompts(prompts)
+        return self._run(many, _as_params(params, len(many)), on_output)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams | None = None
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest answers to all prompts, batched like everything else; one result each, in their order."""
+        many = _as_prompts(prompts)
+        outputs = self._run(many, [params or BeamSearchParams()] * len(many))
+        return [BeamSearchOutput.of(output) for output in outputs]
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | BeamSearchParams | None],
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
         ids: list[str] = []
         mailbox: deque[RequestOutput] = deque()  # fed by everybody's steps and aborts: the engine may have other callers
         finished: dict[str, RequestOutput] = {}
         try:
-            for prompt, each in zip(many, _as_params(params, len(many)), strict=True):
+            for prompt, each in zip(prompts, params, strict=True):
                 ids.append(self.engine.new_id())  # known before it is used, so that an interrupt leaves none behind
                 self.engine.add_request(prompt, each, ids[-1], mailbox)
             while len(finished) < len(ids):

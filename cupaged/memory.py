@@ -13,6 +13,9 @@ from cupaged.errors import ConfigError
 FREE_SHARE = 0.25
 """Share of the free memory that the pool takes by default."""
 
+DEFAULT_SWAP_SPACE = 1 << 30
+"""Bytes."""
+
 UNKNOWN_MEMORY = 4 << 30
 """Assumed free memory, in bytes, where the system does not tell."""
 
@@ -35,6 +38,17 @@ def _machine_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):
         return UNKNOWN_MEMORY
+
+
+def swap_blocks(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+    """Blocks of host memory for swapping: none where preempted requests are recomputed. Raises ConfigError for too few."""
+    if config.preemption == "recompute":
+        return 0
+    space = DEFAULT_SWAP_SPACE if config.swap_space is None else config.swap_space
+    block_bytes = model.kv_bytes_per_token(itemsize) * config.block_size
+    if space < block_bytes:
+        raise ConfigError(f"swap_space ({space} bytes) holds no block: one takes {block_bytes} bytes; raise it, or use preemption recompute")
+    return space // block_bytes
 
 
 def size_pool(config: EngineConfig, model: ModelConfig, itemsize: int, available: int) -> EngineConfig:

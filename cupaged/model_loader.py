@@ -9,6 +9,7 @@ import numpy as np
 from cupaged.artefact import Progress
 from cupaged.backends import open_backend
 from cupaged.backends.base import Backend
+from cupaged.cache.eviction import POLICIES as EVICTIONS
 from cupaged.cache.manager import CacheManager
 from cupaged.checkpoint import open_checkpoint
 from cupaged.checkpoint.base import Checkpoint, GenerationDefaults
@@ -16,13 +17,14 @@ from cupaged.config import EngineConfig
 from cupaged.engine import Engine
 from cupaged.errors import BackendError, CheckpointError, ParameterError
 from cupaged.hub import RECOMMENDED, resolve_model
-from cupaged.memory import available_memory, size_pool
+from cupaged.memory import available_memory, size_pool, swap_blocks
 from cupaged.model.kv_store import KVStore
 from cupaged.model.llama import Llama
 from cupaged.model.rope import rope_tables
 from cupaged.model.runner import Runner
 from cupaged.model.weights import load_weights
 from cupaged.params import SamplingParams
+from cupaged.policy import POLICIES as QUEUES
 from cupaged.scheduler import Scheduler
 from cupaged.text.tokenizer import load_tokenizer
 
@@ -40,6 +42,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     assert config.num_blocks is not None
     assert config.max_model_len is not None
 
+    num_swap_blocks = swap_blocks(config, checkpoint.config, np.dtype(np.float32).itemsize)
     announce = None if progress is None else lambda line: progress(line, 0, 0)
     backend = open_backend(config.device, config.threads, announce)
     try:
@@ -47,7 +50,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
         runner = Runner(
             backend,
             llama,
-            KVStore(backend, checkpoint.config, config.num_blocks, config.block_size),
+            KVStore(backend, checkpoint.config, config.num_blocks, config.block_size, num_swap_blocks),
             max_rows=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
         )
@@ -57,9 +60,18 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
             f" {config.num_blocks} blocks), max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
         ) from error
     scheduler = Scheduler(
-        CacheManager(config.num_blocks, config.block_size),
+        CacheManager(
+            config.num_blocks,
+            config.block_size,
+            prefix_cache=config.prefix_cache,
+            eviction=EVICTIONS[config.eviction],
+            num_swap_blocks=num_swap_blocks,
+        ),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
+        policy=QUEUES[config.queue](),
+        preemption=config.preemption,
+        window=checkpoint.config.window_of_all,
     )
     return Engine(scheduler, runner, config, checkpoint.config, tokenizer, default_params, model)
 

@@ -24,7 +24,8 @@ class CompletionOutput:
 
     finish_reason   "stop" (EOS, a stop token or a stop string), "length" (max_tokens or the longest sequence), "abort"
     stop_reason     the stop string or stop token id that matched; None for EOS
-    cumulative_logprob  sum of the chosen tokens' logprobs; None unless logprobs were asked for
+    cumulative_logprob  sum of the chosen tokens' logprobs; None unless there are several answers or logprobs were asked for
+    score           of a beam: its cumulative logprob over length ** length_penalty; None for a sampled answer
     logprobs        one TokenCandidates a token; None unless asked for
     """
 
@@ -33,6 +34,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[TokenCandidates] | None = None
+    score: float | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -63,3 +65,35 @@ class RequestOutput:
     prompt_logprobs: list[TokenCandidates | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One answer of a beam search. `token_ids` are the generated ones, EOS among them; `text` is without it."""
+
+    token_ids: list[int]
+    text: str
+    score: float
+    cumulative_logprob: float
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The result of a beam search: its answers, best first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> BeamSearchOutput:
+        """From the finished output of a beam search request."""
+        sequences = [
+            BeamSearchSequence(a.token_ids, a.text, a.score or 0.0, a.cumulative_logprob or 0.0, a.finish_reason or "")
+            for a in output.outputs
+        ]
+        return cls(output.request_id, output.prompt, output.prompt_token_ids, sequences, output.num_cached_tokens, output.metrics)

@@ -28,7 +28,8 @@ _LARGEST_INT = 2**31 - 1
 class SamplingParams:
     """How to choose and when to stop. Raises ParameterError for a value out of range.
 
-    n                   answers to the prompt; only 1 in this version
+    n                   answers to the prompt, each with its own random stream
+    best_of             answers to make, of which the n with the highest mean logprob a token are given; default n
     temperature         0 is greedy; otherwise logits are divided by it; up to 1e30
     top_k               keep the k most likely tokens (ties with the k-th stay); 0 or -1: all
     top_p               keep the smallest set whose probability reaches top_p, 0 < top_p <= 1
@@ -53,6 +54,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -80,8 +82,8 @@ class SamplingParams:
         set_(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         set_(self, "logit_bias", _logit_bias(self.logit_bias))
         _whole("n", self.n, 1, None)
-        if self.n > 1:
-            raise ParameterError("n > 1 (parallel samples) is not built in this version; use n = 1")
+        if self.best_of is not None:
+            _whole("best_of", self.best_of, self.n, None)
         _number("temperature", self.temperature, 0.0, _LARGEST)
         _whole("top_k", self.top_k, -1, _LARGEST_INT)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -106,10 +108,7 @@ class SamplingParams:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """Build from a mapping such as a JSON object, refusing unknown names. Raises ParameterError."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ParameterError(f"unknown sampling parameter {shown(name)}; the parameters are {', '.join(known)}")
+        _known("sampling", values, [f.name for f in fields(cls)])
         return cls(**values)
 
     @property
@@ -117,9 +116,59 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def num_samples(self) -> int:
+        """Answers to make for the prompt."""
+        return self.best_of or self.n
+
+    @property
+    def needed_logprobs(self) -> int | None:
+        """How many likely tokens a step must report beside each chosen one; None: not even the chosen one's logprob."""
+        return 0 if self.logprobs is None and self.num_samples > 1 else self.logprobs
+
+    @property
     def has_penalties(self) -> bool:
         """Whether the choice depends on which tokens came before (so that the backend must count them)."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Beam search, with Hugging Face's meanings. Raises ParameterError for a value out of range.
+
+    beam_width       beams, and answers in the result
+    max_tokens       most tokens of an answer
+    length_penalty   an answer's score is its logprob sum / length ** length_penalty: above 0 prefers long ones
+    early_stopping   True: `beam_width` answers are enough; False: until the best beam cannot improve, by its present
+                     length; "never": by the longest length it could get
+    ignore_eos       go on after the model's EOS
+    """
+
+    beam_width: int = 4
+    max_tokens: int = 16
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("beam_width", self.beam_width, 1, 256)
+        _whole("max_tokens", self.max_tokens, 1, None)
+        _number("length_penalty", self.length_penalty, -100.0, 100.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ParameterError(f"early_stopping must be true, false or 'never', not {shown(self.early_stopping)}")
+        if not isinstance(self.ignore_eos, bool):
+            raise ParameterError(f"ignore_eos must be true or false, not {shown(self.ignore_eos)}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> BeamSearchParams:
+        """Build from a mapping such as a JSON object, refusing unknown names. Raises ParameterError."""
+        _known("beam search", values, [f.name for f in fields(cls)])
+        return cls(**values)
+
+
+def _known(kind: str, values: Mapping[str, Any], known: list[str]) -> None:
+    for name in values:
+        if name not in known:
+            raise ParameterError(f"unknown {kind} parameter {shown(name)}; the parameters are {', '.join(known)}")
 
 
 def _whole(name: str, value: object, low: int, high: int | None) -> None:

@@ -1,169 +1,259 @@
 """The scheduler: every step it decides which tokens of which sequences are computed, then books the results.
 
-`schedule` hands out a token budget: running sequences that need one token first, then running ones that need more,
-oldest first, then waiting ones in the order of the policy, while their whole context fits. `apply` books what a plan
-computed. Between the two the plan is in flight: its blocks are pinned, its sequences carry `num_scheduled`, and
-anything may happen to them meanwhile (abort, preemption); `apply` then drops what nobody waits for any more.
+`schedule` hands out a token budget: running requests whose sequences need one token first, then running ones that need
+more, oldest first, then waiting ones in the order of the policy, while their whole context fits. `apply` books what a
+plan computed. Between the two the plan is in flight: its blocks are pinned, its sequences carry `num_scheduled`, and
+they may be aborted meanwhile: `apply` then drops what nobody waits for any more. Nobody is preempted while a plan is
+in flight: what it holds would not be free.
 
-Full is not an error: a running sequence that finds no block makes the latest one give its blocks up. That one waits,
-and later computes its context again ("recompute"); its tokens do not change. A waiting sequence is admitted only if
-its whole context fits and every running sequence can still grow by a block, so that admission and preemption do not
-chase each other.
+Full is not an error: a running request that finds no block makes the latest one give its blocks up, all its sequences
+together. That one waits, and later computes its context again ("recompute"), as far as it is not still cached, or gets
+it back from host memory ("swap"); its tokens do not change. How a waiting request begins is told in admission.py.
+
+The sequences of a request share what they have in common by forking: when the prompt has been computed for the first
+time, or again when the request resumes.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 
+from cupaged.admission import Admission
 from cupaged.cache.manager import CacheManager
 from cupaged.errors import InvariantError, RequestError
 from cupaged.policy import FirstComeFirstServed, Policy
 from cupaged.sequence import Request, Sequence, Status, candidates
-from cupaged.step_plan import ModelOutput, SampleSpec, ScheduledSequence, StepPlan
+from cupaged.step_plan import IntArray, ModelOutput, SampleSpec, ScheduledSequence, StepPlan
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.items: list[ScheduledSequence] = []
+        self.preempted: list[int] = []
 
 
 class Scheduler:
     """Continuous batching with chunked prefill over a CacheManager; knows nothing of text, models or devices."""
 
     def __init__(
-        self, cache: CacheManager, *, max_num_batched_tokens: int, max_num_seqs: int, policy: Policy | None = None
+        self,
+        cache: CacheManager,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        policy: Policy | None = None,
+        preemption: str = "recompute",
+        window: int = 0,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise InvariantError("the token budget must give every running sequence a token")
         self.cache = cache
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self._policy = policy or FirstComeFirstServed()
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._admission = Admission(cache, policy or FirstComeFirstServed(), window)
+        self._preemption = preemption
+        self._window = window
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._live: dict[int, Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: list[StepPlan] = []
+        self._next_arrival = 0
         self._next_id = 0
         self._step = 0
 
     # ---- requests come and go
 
     def has_unfinished(self) -> bool:
-        return bool(self._live)
+        return bool(self.running or self.waiting)
+
+    @property
+    def num_running_sequences(self) -> int:
+        return sum(len(request.live) for request in self.running)
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Raises RequestError if the pool could never hold it, however empty."""
-        # the last token is sampled but never computed, so it takes no slot
-        needed = self.cache.blocks_for(max(1, request.max_len - 1))
+        """Queue a request; its first sequence. Raises RequestError if it could never run, however empty the pool."""
+        if request.width > self._max_num_seqs:
+            raise RequestError(
+                f"request {request.request_id} asks for {request.width} sequences at once, and {self._max_num_seqs} run"
+                " at most (max_num_seqs)"
+            )
+        needed = self._most_blocks(request)
         if needed > self.cache.num_blocks:
             raise RequestError(
-                f"request {request.request_id} may grow to {request.max_len} tokens, which take {needed} KV blocks of"
+                f"request {request.request_id} may grow to {request.max_len} tokens"
+                f"{f' in {request.width} sequences' if request.width > 1 else ''}, which take {needed} KV blocks of"
                 f" {self.cache.block_size}, but the pool has {self.cache.num_blocks}: shorten the prompt, lower"
                 " max_tokens, or enlarge the pool (num_blocks, kv_cache_memory)"
             )
-        sequence = Sequence(self._next_id, request, arrival=self._next_id)
-        request.sequence = sequence
+        request.arrival = self._next_arrival
+        self._next_arrival += 1
+        insort(self.waiting, request, key=_arrival)
+        return self._new_sequence(request, request.prompt_token_ids)
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks that the request holds at its longest; what lies wholly in the prompt is shared."""
+        # the last token is sampled but never computed, so it takes no slot
+        longest = self.cache.blocks_for(max(1, request.max_len - 1))
+        shared = request.num_prompt // self.cache.block_size
+        return longest + (request.width - 1) * max(0, longest - shared)
+
+    def _new_sequence(self, request: Request, tokens: IntArray) -> Sequence:
+        sequence = Sequence(self._next_id, request, len(request.sequences), tokens)
         self._next_id += 1
+        request.sequences.append(sequence)
         self._live[sequence.seq_id] = sequence
-        insort(self.waiting, sequence, key=self._policy.key)
         return sequence
 
+    def abort(self, request: Request) -> None:
+        """End all of a request's sequences now, whatever they are doing."""
+        for sequence in request.live:
+            self.finish(sequence, "abort")
+
     def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
-        """End a sequence now, whatever it is doing: its blocks are free at once, or when its plan is applied."""
-        if sequence.status is Status.FINISHED:
+        """End a sequence now: its blocks are free at once, or when its plan is applied."""
+        if sequence.finish_reason is not None:
             return
-        (self.running if sequence.status is Status.RUNNING else self.waiting).remove(sequence)
-        self._withdraw(sequence)
-        sequence.status = Status.FINISHED
+        request = sequence.request
+        self.cache.release(sequence.seq_id, sequence.tokens, request.salt)
+        sequence.restart()
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         del self._live[sequence.seq_id]
+        if not request.live:
+            (self.running if request.status is Status.RUNNING else self.waiting).remove(request)
+            request.status = Status.FINISHED
+            self._give_rows_back(request)
 
     # ---- planning
 
     def schedule(self) -> StepPlan:
         """The next step's plan; empty when there is nothing to compute or everything waits for plans in flight."""
-        budget = self._max_num_batched_tokens
-        planned: list[ScheduledSequence] = []
-        preempted: list[int] = []
-
-        for sequence in sorted(self.running, key=lambda s: (s.remaining != 1, *self._policy.key(s))):
-            if sequence.status is not Status.RUNNING or not sequence.remaining or not budget:
-                continue
-            if not self._make_room(sequence, preempted):
-                continue
-            planned.append(self._plan(sequence, budget))
-            budget -= planned[-1].num_tokens
-
+        draft = _Draft(self._max_num_batched_tokens)
+        for request in sorted(self.running, key=self._turn):
+            if request.status is Status.RUNNING:
+                self._plan_request(request, draft)
         # who has just given its blocks up must not take them back in the same step
-        while budget and not preempted and self.waiting and self._admit(self.waiting[0]):
-            planned.append(self._plan(self.running[-1], budget))
-            budget -= planned[-1].num_tokens
+        while draft.budget and not draft.preempted and self.waiting and self._admit(self._admission.choose(self.waiting)):
+            self._plan_request(self.running[-1], draft)
 
-        planned.sort(key=lambda item: item.num_tokens > 1)
-        plan = StepPlan(self._step, self.cache.block_size, tuple(planned), tuple(preempted))
+        draft.items.sort(key=lambda item: item.num_tokens > 1)
+        swap_out, swap_in = self.cache.take_swaps()
+        copies = self.cache.take_copies()
+        plan = StepPlan(
+            self._step, self.cache.block_size, tuple(draft.items), tuple(draft.preempted), swap_out, swap_in, copies
+        )
         self._step += 1
         self._in_flight.append(plan)
         return plan
 
-    def _make_room(self, sequence: Sequence, preempted: list[int]) -> bool:
-        """Reserve blocks for all the sequence's tokens, taking them from the policy's victims if need be."""
-        while self.cache.reserve(sequence.seq_id, sequence.num_tokens) is None:
-            if self._in_flight:
-                return False  # blocks may be pinned: see what is free once those plans are applied
-            victim = self._policy.victim(self.running)
-            if victim.num_scheduled:
-                raise InvariantError(f"sequence {victim.seq_id} is to be preempted in the step that computes it")
-            self._preempt(victim)
-            preempted.append(victim.seq_id)
-            if victim is sequence:
-                return False
+    def _turn(self, request: Request) -> tuple[bool, int]:
+        """Requests that need one token a sequence come first; then the earliest."""
+        return any(s.remaining > 1 for s in request.live), request.arrival
+
+    def _plan_request(self, request: Request, draft: _Draft) -> None:
+        """Add the request's sequences to the plan, as far as budget and blocks go."""
+        self._admission.start_sequences(request)
+        kept_back = int(self._keeps_back(request))
+        ready = [s for s in request.live if s.started and s.remaining > kept_back]
+        if not ready or not draft.budget or not self._make_room(request, ready, draft):
+            return
+        for sequence in ready:
+            if draft.budget:
+                draft.items.append(self._plan(sequence, min(draft.budget, sequence.remaining - kept_back)))
+                draft.budget -= draft.items[-1].num_tokens
+
+    def _keeps_back(self, request: Request) -> bool:
+        """Whether the last token of each sequence, the one that makes it grow, must not be computed yet.
+
+        Nobody may end while others still wait to fork from it; beams take their steps together.
+        """
+        live = request.live
+        if any(not s.started for s in live):
+            return True
+        return request.beam is not None and len(live) > 1 and any(s.num_tokens - s.num_computed > 1 for s in live)
+
+    def _make_room(self, request: Request, ready: list[Sequence], draft: _Draft) -> bool:
+        """Reserve blocks for all tokens of these sequences, taking them from the latest requests if need be.
+
+        The latest gives way whatever the queue's policy is, so the earliest always finishes.
+        """
+        for sequence in ready:
+            start = sequence.num_computed + sequence.num_scheduled
+            while self.cache.reserve(sequence.seq_id, start, sequence.num_tokens) is None:
+                if self._in_flight:
+                    return False  # blocks may be pinned: see what is free once those plans are applied
+                victim = max(self.running, key=_arrival)
+                self._unplan(victim, draft)
+                self._preempt(victim)
+                draft.preempted.append(victim.arrival)
+                if victim is request:
+                    return False
         return True
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Move the head of the queue to the running, with blocks for its whole context; False if there is no room."""
-        if len(self.running) >= self._max_num_seqs:
-            return False
-        needed = self.cache.blocks_for(sequence.num_tokens)
-        if needed + len(self.running) > self.cache.num_free:
-            return False
-        self.cache.reserve(sequence.seq_id, sequence.num_tokens)
-        self.waiting.remove(sequence)
-        self.running.append(sequence)
-        sequence.status = Status.RUNNING
-        sequence.row_id = self._free_rows.pop()
-        sequence.history_sent = False
-        return True
+    def _unplan(self, request: Request, draft: _Draft) -> None:
+        """Take a request's sequences out of the plan again."""
+        ids = {s.seq_id for s in request.live}
+        for item in [item for item in draft.items if item.seq_id in ids]:
+            draft.items.remove(item)
+            draft.budget += item.num_tokens
+            self.cache.unpin(item.blocks)
 
-    def _plan(self, sequence: Sequence, budget: int) -> ScheduledSequence:
-        """Schedule as many of the sequence's tokens as the budget allows, and pin its blocks."""
+    def _plan(self, sequence: Sequence, count: int) -> ScheduledSequence:
+        """Schedule the sequence's next `count` tokens, and pin its blocks."""
         start = sequence.num_computed + sequence.num_scheduled
-        stop = start + min(budget, sequence.remaining)
-        blocks = self.cache.reserve(sequence.seq_id, stop)
+        stop = start + count
+        blocks = self.cache.reserve(sequence.seq_id, start, stop)
         if blocks is None:
             raise InvariantError(f"sequence {sequence.seq_id} was planned without room")
         self.cache.pin(blocks)
         request = sequence.request
-        targets = None
-        if request.params.prompt_logprobs is not None and len(request.prompt_candidates) < request.num_prompt - 1:
-            targets = request.prompt_token_ids[start + 1 : stop + 1]
+        targets = None if request.prompt_reported else request.prompt_token_ids[start + 1 : stop + 1]
         sequence.num_scheduled += stop - start
         return ScheduledSequence(
             seq_id=sequence.seq_id,
-            epoch=sequence.epoch,
-            row_id=sequence.row_id,
             start=start,
             token_ids=sequence.tokens[start:stop].copy(),
             blocks=blocks,
-            sample=self._sample_spec(sequence) if stop == sequence.num_tokens else None,
+            samples=self._samples(sequence) if stop == sequence.num_tokens and not request.beam else (),
+            num_candidates=request.beam.num_candidates if stop == sequence.num_tokens and request.beam else 0,
             prompt_logprobs=request.params.prompt_logprobs if targets is not None else None,
             prompt_targets=targets,
         )
 
-    def _sample_spec(self, sequence: Sequence) -> SampleSpec:
-        params = sequence.request.params
+    def _samples(self, sequence: Sequence) -> tuple[SampleSpec, ...]:
+        """How the sequence's next token is chosen; after the prompt, also the first tokens of those that will fork."""
+        request = sequence.request
+        own = range(sequence.index, sequence.index + 1)
+        indices = range(request.width) if len(request.sequences) < request.width else own
         history = None
-        if params.has_penalties and not sequence.history_sent:
-            history = (sequence.request.prompt_token_ids, sequence.output_ids.copy())
+        if request.params.has_penalties and not sequence.history_sent:
+            history = (request.prompt_token_ids, sequence.output_ids.copy())
             sequence.history_sent = True
-        return SampleSpec(
-            params, sequence.request.seed, sequence.index, sequence.num_tokens, sequence.banned_tokens(), history
+        banned = sequence.banned_tokens()
+        return tuple(
+            SampleSpec(request.params, request.rows[i], request.seed, i, sequence.num_tokens, banned, history) for i in indices
         )
+
+    # ---- admission
+
+    def _admit(self, request: Request) -> bool:
+        """Move a request from the queue to the running, with blocks for its whole context; False if it has to wait."""
+        if len(self._free_rows) < request.width or not self._admission.begin(request, self.running):
+            return False
+        for passed in self.waiting[: self.waiting.index(request)]:
+            passed.times_passed += 1
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = Status.RUNNING
+        request.rows = [self._free_rows.pop() for _ in range(request.width)]
+        return True
 
     # ---- booking
 
@@ -171,81 +261,138 @@ class Scheduler:
         """Book what a plan computed; the sequences that got a token, finished ones among them, in the plan's order."""
         self._land(plan)
         changed: list[Sequence] = []
+        searching: dict[Request, list[Sequence]] = {}
         row = 0
         for item in plan.sequences:
-            sampled_row = row
-            row += item.sample is not None
+            rows = range(row, row + len(item.samples))
+            row += len(item.samples)
             sequence = self._live.get(item.seq_id)
-            if sequence is None or sequence.epoch != item.epoch:
-                continue  # aborted or preempted while the plan was in flight
+            if sequence is None:
+                continue  # ended while the plan was in flight
             sequence.num_scheduled -= item.num_tokens
             sequence.num_computed += item.num_tokens
-            self.cache.commit(sequence.seq_id, sequence.num_computed)
+            self.cache.commit(sequence.seq_id, sequence.tokens, sequence.num_computed, sequence.request.salt)
+            if self._window:
+                self.cache.leave_behind(sequence.seq_id, self._admission.oldest_read(sequence.num_computed))
             if item.seq_id in output.prompt_logprobs:
                 reported = output.prompt_logprobs[item.seq_id]
                 k = item.prompt_logprobs or 0
                 sequence.request.prompt_candidates += candidates(reported, range(len(reported.token_ids)), k)
-            if item.sample is not None:
-                self._book_token(sequence, output, sampled_row)
-                changed.append(sequence)
+            if item.num_candidates:
+                searching.setdefault(sequence.request, []).append(sequence)
+            # forks first: a sequence that ends with its first token gives its blocks back
+            grown = [sequence, *(self._fork(sequence) for _ in item.samples[1:])] if item.samples else []
+            for each, sampled_row in zip(grown, rows, strict=True):
+                self._book_token(each, output, sampled_row)
+            changed += grown
+        for request, beams in searching.items():
+            changed += self._advance(request, beams, output)
         return changed
+
+    def _advance(self, request: Request, beams: list[Sequence], output: ModelOutput) -> list[Sequence]:
+        """Let a beam search take its step; the beams that got a token, or one that ended the search."""
+        assert request.beam is not None
+        chosen = request.beam.advance(
+            [tuple(s.output_ids.tolist()) for s in beams],
+            [s.cumulative_logprob for s in beams],
+            [output.candidates[s.seq_id] for s in beams],
+        )
+        if not chosen:
+            for beam in beams:
+                self.finish(beam, request.beam.hypotheses[0].finish_reason)
+            return beams[:1]
+        # forks first, while every parent is as it was; a parent itself is the first of its children
+        used: set[int] = set()
+        children = []
+        for parent in (beams[c.beam] for c in chosen):
+            children.append(self._fork(parent) if parent.seq_id in used else parent)
+            used.add(parent.seq_id)
+        for beam in beams:
+            if beam.seq_id not in used:
+                self.finish(beam, "dropped")
+        for child, continuation in zip(children, chosen, strict=True):
+            child.append(continuation.token_id)
+            child.cumulative_logprob = continuation.score
+        request.sequences = children
+        return children
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        """A further sequence of the request, with everything that the parent has computed."""
+        child = self._new_sequence(parent.request, parent.tokens)
+        self.cache.fork(parent.seq_id, child.seq_id, parent.num_computed)
+        child.num_computed = parent.num_computed
+        child.started = True
+        return child
 
     def _book_token(self, sequence: Sequence, output: ModelOutput, row: int) -> None:
         token_id = int(output.token_ids[row])
         sequence.append(token_id)
         k = sequence.request.params.logprobs
-        if k is not None and output.logprobs is not None:
-            sequence.candidates += candidates(output.logprobs, range(row, row + 1), k)
+        if output.logprobs is not None:
             sequence.cumulative_logprob += float(output.logprobs.logprobs[row])
+            if k is not None:
+                sequence.candidates += candidates(output.logprobs, range(row, row + 1), k)
         ended = sequence.ended_by(token_id)
         if ended is not None:
             self.finish(sequence, *ended)
 
     def cancel(self, plan: StepPlan) -> None:
         """Undo a plan that was not (fully) run: nothing of it counts, its tokens will be scheduled again."""
-        self._land(plan)
+        self._land(plan, done=False)
         for item in plan.sequences:
             sequence = self._live.get(item.seq_id)
-            if sequence is not None and sequence.epoch == item.epoch:
+            if sequence is not None:
                 sequence.num_scheduled -= item.num_tokens
                 sequence.history_sent = False  # the backend may have counted a token that nobody got
 
-    def _land(self, plan: StepPlan) -> None:
-        """The plan is no longer in flight: let go of its blocks."""
+    def _land(self, plan: StepPlan, done: bool = True) -> None:
+        """The plan is no longer in flight: let go of its blocks. Copies that were not made are left to the next plan."""
         self._in_flight.remove(plan)
         for item in plan.sequences:
             self.cache.unpin(item.blocks)
+        if done:
+            self.cache.copies_done(plan.copies)
+            self.cache.swaps_done(plan.swap_out, plan.swap_in)
+        else:
+            self.cache.return_copies(plan.copies)
+            self.cache.swaps_cancelled(plan.swap_out, plan.swap_in)
 
     # ---- leaving
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, with its tokens and without its blocks."""
-        self.running.remove(sequence)
-        self._withdraw(sequence)
-        sequence.status = Status.WAITING
-        sequence.num_preemptions += 1
-        if len(sequence.request.prompt_candidates) < sequence.request.num_prompt - 1:
-            sequence.request.prompt_candidates.clear()  # reported half-way: the recomputation reports them all
-        insort(self.waiting, sequence, key=self._policy.key)
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue, with all tokens and without blocks; what these hold goes to host memory or is lost."""
+        self.running.remove(request)
+        swapped = self._swaps(request) and self.cache.swap_out([s.seq_id for s in request.live])
+        for sequence in request.live:
+            if not swapped:
+                self.cache.release(sequence.seq_id, sequence.tokens, request.salt)
+            sequence.restart()
+        self._give_rows_back(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        if not request.prompt_reported:
+            request.prompt_candidates.clear()  # reported half-way: the recomputation reports them all
+        insort(self.waiting, request, key=_arrival)
 
-    def _withdraw(self, sequence: Sequence) -> None:
-        """Give blocks and row back; plans in flight no longer concern the sequence."""
-        self.cache.release(sequence.seq_id)
-        if sequence.row_id >= 0:
-            self._free_rows.append(sequence.row_id)
-        sequence.row_id = -1
-        sequence.num_computed = sequence.num_scheduled = 0
-        sequence.epoch += 1
+    def _swaps(self, request: Request) -> bool:
+        """Whether a preempted request's KV is worth keeping: with "auto", if computing it again takes over a step."""
+        if self._preemption != "auto":
+            return self._preemption == "swap"
+        return sum(s.num_computed for s in request.live) > self._max_num_batched_tokens
+
+    def _give_rows_back(self, request: Request) -> None:
+        self._free_rows += reversed(request.rows)
+        request.rows = []
 
     # ---- proof
 
     def check_invariants(self) -> None:
         """Raise InvariantError unless queues, rows, counts and the cache agree."""
         self.cache.check_invariants()
-        rows = sorted(self._free_rows + [s.row_id for s in self.running])
+        rows = sorted(self._free_rows + [row for r in self.running for row in r.rows])
         if rows != list(range(self._max_num_seqs)):
             raise InvariantError("sampling rows are lost or held twice")
-        if sorted(self._live) != sorted(s.seq_id for s in self.running + self.waiting):
+        if sorted(self._live) != sorted(s.seq_id for r in self.running + self.waiting for s in r.live):
             raise InvariantError("a live sequence is in no queue, or in two")
         if not self._live and not self._in_flight and self.cache.num_used:
             raise InvariantError(f"{self.cache.num_used} blocks are held though nothing runs")

@@ -6,6 +6,9 @@ are all "compute some of the rest".
 
     tokens        | prompt ......................... | output ........ |
     KV            | num_computed | num_scheduled |    remaining      |
+
+A request begins with one sequence. Others fork from it once the prompt is computed: the further samples of n > 1, the
+beams of a beam search. All live sequences of a request are preempted and resumed together.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cupaged.beam import BeamSearch
 from cupaged.params import SamplingParams
 from cupaged.step_plan import IntArray, TokenLogprobs
 
@@ -53,10 +57,16 @@ def candidates(logprobs: TokenLogprobs, rows: range, k: int) -> list[TokenCandid
 class Request:
     """A prompt, its parameters, and what they mean for this model.
 
-    eos_ids        tokens that end the answer by the model's own convention (empty with ignore_eos)
+    eos_ids        tokens that end the answer by the model's own convention; empty for a request that ignores them
     bad_words      token sequences that must not be completed
     max_len        longest prompt + output, in tokens
     seed           key of the random stream: params.seed, or drawn for this request
+    beam           the state of its beam search; None: its answers are sampled
+    salt           requests with another salt never share cached blocks with this one
+    width          most sequences that it runs at once
+    sequences      its answers; the first is there from the start
+    rows           rows of per-sequence state in the backend, one a sequence, while it runs
+    arrival        orders requests: a smaller one came earlier
     """
 
     def __init__(
@@ -70,6 +80,8 @@ class Request:
         prompt: str | None = None,
         eos_ids: frozenset[int] = frozenset(),
         bad_words: Many[tuple[int, ...]] = (),
+        salt: str = "",
+        beam: BeamSearch | None = None,
         arrival_time: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -78,40 +90,59 @@ class Request:
         self.params = params
         self.max_len = max_len
         self.seed = seed
-        self.eos_ids = frozenset() if params.ignore_eos else eos_ids
+        self.eos_ids = eos_ids
         self.stop_ids = frozenset(params.stop_token_ids)
         self.bad_words = tuple(bad_words)
+        self.salt = salt
         self.arrival_time = arrival_time
+        self.arrival = -1
+        self.status = Status.WAITING
+        self.beam = beam
+        self.width = beam.params.beam_width if beam else params.num_samples
+        self.sequences: list[Sequence] = []
+        self.rows: list[int] = []
         self.prompt_candidates: list[TokenCandidate] = []
-        self.sequence: Sequence | None = None
+        self.num_cached: int | None = None
+        self.num_preemptions = 0
+        self.steps_waited = 0
+        self.times_passed = 0
 
     @property
     def num_prompt(self) -> int:
         return len(self.prompt_token_ids)
 
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that still grow."""
+        return [s for s in self.sequences if s.finish_reason is None]
+
+    @property
+    def prompt_reported(self) -> bool:
+        """Whether there is no prompt logprob (any more) to report."""
+        return self.params.prompt_logprobs is None or len(self.prompt_candidates) >= self.num_prompt - 1
+
 
 class Sequence:
-    """One answer in progress. `arrival` orders sequences: a smaller one came earlier."""
+    """One answer in progress.
 
-    def __init__(self, seq_id: int, request: Request, arrival: int, index: int = 0) -> None:
+    started    its table exists: it has begun to compute, or was forked
+    """
+
+    def __init__(self, seq_id: int, request: Request, index: int, tokens: IntArray) -> None:
         self.seq_id = seq_id
         self.request = request
-        self.arrival = arrival
         self.index = index
-        self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+        self.started = False
         self.num_computed = 0
         self.num_scheduled = 0
-        self.epoch = 0
-        self.num_preemptions = 0
-        self.row_id = -1
         self.history_sent = False
         self.candidates: list[TokenCandidate] = []
         self.cumulative_logprob = 0.0
-        self.num_tokens = request.num_prompt
-        self._tokens = np.empty(request.num_prompt + 16, np.int32)
-        self._tokens[: self.num_tokens] = request.prompt_token_ids
+        self.num_tokens = len(tokens)
+        self._tokens = np.empty(self.num_tokens + 16, np.int32)
+        self._tokens[: self.num_tokens] = tokens
 
     # ---- tokens
 
@@ -132,6 +163,16 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that are neither computed nor on their way."""
         return self.num_tokens - self.num_computed - self.num_scheduled
+
+    @property
+    def reusable(self) -> IntArray:
+        """The tokens whose KV may come from elsewhere: all but the last, which must be computed for its logits."""
+        return self._tokens[: self.num_tokens - 1]
+
+    def restart(self) -> None:
+        """Its KV is gone (or elsewhere): nothing of it is computed, or on its way."""
+        self.num_computed = self.num_scheduled = 0
+        self.started = self.history_sent = False
 
     def append(self, token_id: int) -> None:
         if self.num_tokens == len(self._tokens):
@@ -163,3 +204,4 @@ class Sequence:
         if self.num_tokens >= self.request.max_len:
             return "length", None
         return None
+

@@ -17,10 +17,18 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+def common_prefix(a: IntArray, b: IntArray) -> int:
+    """How many tokens two texts begin with alike."""
+    size = min(len(a), len(b))
+    different = np.flatnonzero(a[:size] != b[:size])
+    return int(different[0]) if different.size else size
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleSpec:
-    """How the token after a scheduled run of tokens is to be chosen.
+    """How a token after a scheduled run of tokens is to be chosen.
 
+    row_id        the stable row of per-sequence state in the backend, below max_num_seqs
     seed, index   key and stream of the request's random numbers; the position completes the counter
     position      absolute position of the token to choose
     banned        token ids that must not come out of this step (bad_words, min_tokens)
@@ -29,6 +37,7 @@ class SampleSpec:
     """
 
     params: SamplingParams
+    row_id: int
     seed: int
     index: int
     position: int
@@ -40,22 +49,21 @@ class SampleSpec:
 class ScheduledSequence:
     """One sequence's part of a step: compute `token_ids` at positions start, start + 1, ...
 
-    epoch               counts the sequence's preemptions; an output for an older epoch is dropped
-    row_id              the stable row of per-sequence state in the backend, below max_num_seqs
     blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens
-    sample              how to choose the next token, or None where more of the context is still to be computed
+    samples             how to choose the next token; empty where more of the context is still to be computed. More
+                        than one where a prompt has just been computed that several answers share
+    num_candidates      how many of the likeliest next tokens to report (beam search), or 0
     prompt_logprobs     how many candidates to report for each prompt token in this run, or None for no report
     prompt_targets      int32 [num_targets], with prompt_logprobs: the prompt tokens that follow the first
                         num_targets tokens of this run (the last prompt token has no prompt token after it)
     """
 
     seq_id: int
-    epoch: int
-    row_id: int
     start: int
     token_ids: IntArray
     blocks: IntArray
-    sample: SampleSpec | None
+    samples: tuple[SampleSpec, ...] = ()
+    num_candidates: int = 0
     prompt_logprobs: int | None = None
     prompt_targets: IntArray | None = None
 
@@ -73,14 +81,17 @@ class ScheduledSequence:
 class StepPlan:
     """Everything one step computes, in the order of the rows: sequences with one token first, then the others.
 
-    copies      int32 [n, 2] pairs (from, to) of whole blocks over all layers, carried out before any write of the step
-    preempted   sequences that gave their blocks up for this plan
+    swap_out, swap_in, copies   int32 [n, 2] pairs (from, to) of whole blocks over all layers: to host memory, from
+                    there, and within the pool; carried out in this order, before any write of the step
+    preempted       arrival numbers of the requests that gave their blocks up for this plan
     """
 
     step: int
     block_size: int
     sequences: tuple[ScheduledSequence, ...]
     preempted: tuple[int, ...] = ()
+    swap_out: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    swap_in: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     copies: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
 
     @property
@@ -93,9 +104,9 @@ class StepPlan:
         return sum(s.num_tokens == 1 for s in self.sequences)
 
     @property
-    def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """The sequences that get a token from this step, in the order of ModelOutput.token_ids."""
-        return tuple(s for s in self.sequences if s.sample is not None)
+    def samples(self) -> tuple[SampleSpec, ...]:
+        """All tokens to choose, in the order of ModelOutput.token_ids."""
+        return tuple(spec for s in self.sequences for spec in s.samples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,14 +130,16 @@ class TokenLogprobs:
 class ModelOutput:
     """What a step computed.
 
-    token_ids        int32 [num_sampled], in the order of plan.sampled
-    logprobs         for all sampled rows, with the largest k that any of them asked for; None if none asked
+    token_ids        int32 [num_samples], in the order of plan.samples
+    logprobs         for all of them, with the largest k that any asked for; None if none asked
     prompt_logprobs  seq_id -> the logprobs of its `prompt_targets`
+    candidates       seq_id -> (int32, float32) [num_candidates]: likeliest next tokens and logprobs, best first
     """
 
     token_ids: IntArray
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, tuple[IntArray, FloatArray]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +147,9 @@ class StepRecord:
     """One step as its observers see it: statistics, live views and traces read these and count nothing themselves.
 
     Blocks are counted while the step runs; once it has, `slots_used` of the `blocks_used * block_size` slots hold KV.
+    `blocks_shared` is how many more blocks the running sequences would take if none were shared; `blocks_cached` are
+    held by nobody and kept for their content; `blocks_copied`, `blocks_evicted` and `bytes_swapped` (out and in)
+    count from the engine's start.
     """
 
     step: int
@@ -147,6 +163,11 @@ class StepRecord:
     blocks_total: int
     blocks_used: int
     slots_used: int
+    blocks_cached: int
+    blocks_shared: int
+    blocks_copied: int
+    blocks_evicted: int
+    bytes_swapped: int
     schedule_seconds: float
     run_seconds: float
     apply_seconds: float

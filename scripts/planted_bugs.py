@@ -21,14 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = (
-    "tests/test_block_pool.py",
-    "tests/test_scheduler.py",
-    "tests/test_engine.py",
-    "tests/test_sampler.py",
-    "tests/test_memory.py",
-    "tests/test_scheduler_stateful.py",
-    "tests/test_equality.py",
+TESTS = tuple(
+    f"tests/test_{name}.py"
+    for name in (
+        *("block_pool", "prefix_tree", "manager", "scheduler", "policy", "engine", "sampler", "memory"),
+        *("radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
+    )
 )
 
 
@@ -50,61 +48,163 @@ class Bug:
         path.write_text(text, encoding="utf-8")
 
 
-SCHEDULER, POOL, MANAGER = "cupaged/scheduler.py", "cupaged/cache/block_pool.py", "cupaged/cache/manager.py"
-BATCH, SAMPLER, SEQUENCE, ENGINE = "cupaged/model/batch.py", "cupaged/model/sampler.py", "cupaged/sequence.py", "cupaged/engine.py"
+SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM = (f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam"))
+POOL, MANAGER, TREE, EVICTION, SWAP = (f"cupaged/cache/{name}.py" for name in ("block_pool", "manager", "prefix_tree", "eviction", "swap_space"))
+BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("batch", "sampler", "kv_store", "runner"))
 
 BUGS = (
+    # ---- the pool
     Bug("freed while a plan reads it (no pins)", SCHEDULER, (
         ("        self.cache.pin(blocks)\n", ""),
-        ("            self.cache.unpin(item.blocks)\n", "            pass\n"),
+        ("            draft.budget += item.num_tokens\n            self.cache.unpin(item.blocks)\n", "            draft.budget += item.num_tokens\n"),
+        ("        for item in plan.sequences:\n            self.cache.unpin(item.blocks)\n", ""),
     )),
-    Bug("released twice", POOL, (("        self._counts[blocks] = counts\n        freed", "        freed"),)),
-    Bug("pins forgotten", POOL, (("        self._pins[blocks] -= 1\n        self.release(blocks)", "        self._pins[blocks] -= 1"),)),
+    Bug("released, and still counted", POOL, (("        self.counts[blocks] = counts\n        idle", "        idle"),)),
+    Bug("released twice", MANAGER, (
+        ("        self._let_go(self._pool.release(table.held[::-1]))\n\n    def _forget", "        self._let_go(self._pool.release(table.held[::-1]))\n        self._let_go(self._pool.release(table.held[::-1]))\n\n    def _forget"),
+    )),
+    Bug("released twice, without a check", POOL, (
+        ('            raise InvariantError(f"block {blocks[counts.argmin()]} was released more often than it was held")\n', "            counts = np.maximum(counts, 0)\n"),
+        ("        self.counts[blocks] = counts\n        idle", "        self.counts[blocks] = np.maximum(counts - (counts > 1), 0)\n        idle"),
+    )),
+    Bug("pins forgotten", POOL, (("        self.pins[blocks] -= 1\n        return self.release(blocks)", "        self.pins[blocks] -= 1\n        return blocks[:0]"),)),
     Bug("first in, first out", POOL, (
         ("self._stack[first : self._num_free][::-1].copy()", "self._stack[:count].copy()"),
         ("        self._num_free = first\n", "        self._stack[:first] = self._stack[count : self._num_free].copy()\n        self._num_free = first\n"),
     )),
     Bug("a block too few", MANAGER, (("return -(-num_tokens // self.block_size)", "return max(1, num_tokens // self.block_size)"),)),
     Bug("a block too many", MANAGER, (("return -(-num_tokens // self.block_size)", "return num_tokens // self.block_size + 1"),)),
-    Bug("blocks kept at the end", SCHEDULER, (("        self.cache.release(sequence.seq_id)\n        if sequence.row_id", "        if sequence.row_id"),)),
-    Bug("an old epoch's output is booked", SCHEDULER, (("if sequence is None or sequence.epoch != item.epoch:\n                continue", "if sequence is None:\n                continue"),)),
-    Bug("rows shift past a dropped sequence", SCHEDULER, (
-        ("            row += item.sample is not None\n", ""),
-        ("                self._book_token(sequence, output, sampled_row)\n", "                self._book_token(sequence, output, sampled_row)\n                row += 1\n"),
+    Bug("blocks kept at the end", SCHEDULER, (("        self.cache.release(sequence.seq_id, sequence.tokens, request.salt)\n        sequence.restart()\n        sequence.finish_reason", "        sequence.restart()\n        sequence.finish_reason"),)),
+    # ---- copy-on-write
+    Bug("a copy is skipped", KV_STORE, (("        if len(plan.copies):\n", "        if len(plan.copies) > 1:\n"),)),
+    Bug("copies after the writes", RUNNER, (
+        ("        self._kv.move_blocks(plan)\n        batch", "        batch"),
+        ("        prompt_logprobs = self._prompt_logprobs(plan,", "        self._kv.move_blocks(plan)\n        prompt_logprobs = self._prompt_logprobs(plan,"),
     )),
-    Bug("published early: computed when scheduled", SCHEDULER, (
+    Bug("written in place though shared", MANAGER, (("return bool(holders == 1 and position", "return bool(position"),)),
+    Bug("written in place below the published length", MANAGER, (("return bool(holders == 1 and position % self.block_size >= self._tree.fill[block])", "return bool(holders == 1)"),)),
+    Bug("written in place one slot below it", MANAGER, ((">= self._tree.fill[block])", ">= self._tree.fill[block] - 1)"),)),
+    Bug("a plan's pins count as holders", MANAGER, (("holders = self._pool.counts[block] - self._pool.pins[block]", "holders = self._pool.counts[block]"),)),
+    Bug("the copy is not put into the table", MANAGER, (("        table.blocks[index] = copy\n", ""),)),
+    Bug("a copy's blocks are not pinned", MANAGER, (
+        ("        self.counters.blocks_copied += 1\n", "        self.counters.blocks_copied += 1\n        self.unpin(np.array(self._copies[-1], np.int32))\n"),
+        ("        for block in copies.ravel():\n            self.unpin(np.array([block], np.int32))\n", ""),
+    )),
+    Bug("copies of a cancelled plan are forgotten", SCHEDULER, (("self.cache.return_copies(plan.copies)", "self.cache.copies_done(plan.copies)"),)),
+    Bug("a copy outlives the sequence it was for", MANAGER, (("        sound = self._forget_copies(table)\n", "        sound = table.num_computed\n"),)),
+    Bug("a block that was never filled is published", MANAGER, (("            sound = min(sound, int(np.flatnonzero(table.blocks == copy)[0]) * self.block_size)\n", ""),)),
+    Bug("a fork is not counted", MANAGER, (("        self._pool.hold(child.held)\n", ""),)),
+    Bug("a fork shares a block too few", MANAGER, (("parent.blocks[: self.blocks_for(num_tokens)]", "parent.blocks[: num_tokens // self.block_size]"),)),
+    # ---- the prefix cache
+    Bug("published before it is computed", MANAGER, (
+        ("        if num_computed // self.block_size > table.num_published:\n            self._publish(table, tokens[: num_computed // self.block_size * self.block_size], salt)", "        self._publish(table, tokens[: min(num_computed + 1, table.num_blocks * self.block_size)], salt)"),
+    )),
+    Bug("a tail is published with its last token", MANAGER, (("self._publish(table, tokens[:sound], salt)", "self._publish(table, tokens[: min(sound + 1, table.num_blocks * self.block_size)], salt)"),)),
+    Bug("a tail is published as a full block", TREE, (("        self.fill[blocks[-1]] = len(tokens) - (len(blocks) - 1) * self.block_size\n        for", "        for"),)),
+    Bug("tails are dropped", MANAGER, (("self._publish(table, tokens[:sound], salt)", "self._publish(table, tokens[: sound // self.block_size * self.block_size], salt)"),)),
+    Bug("nothing is published before the end", MANAGER, (("        if num_computed // self.block_size > table.num_published:\n", "        if False:\n"),)),
+    Bug("a match goes one token too far", TREE, (("else np.empty(0, np.int32), done, path)", "else np.empty(0, np.int32), min(done + (done % self.block_size > 0), len(tokens)), path)"),)),
+    Bug("a match ends a block early", TREE, (("            if common < len(child.tokens) or common % self.block_size:\n", "            if common < len(child.tokens) or common % self.block_size or True:\n"),)),
+    Bug("only one neighbour is compared", TREE, (("node.order[max(0, place - 1) : place + 1]", "node.order[place : place + 1]"),)),
+    Bug("a full hit leaves nothing to compute", SEQUENCE, (("return self._tokens[: self.num_tokens - 1]", "return self._tokens[: self.num_tokens]"),)),
+    Bug("salts are ignored", TREE, (("self._roots.get(salt)", 'self._roots.get("")'), ("self._roots.setdefault(salt,", 'self._roots.setdefault("",'))),
+    Bug("equal blocks are merged in the wrong order", TREE, (("held[done : done + shared] = child.blocks", "held[done : done + shared] = child.blocks[::-1]"),)),
+    Bug("merged with what is not equal", TREE, (("shared = common_prefix(child.tokens, rest) // self.block_size\n", "shared = min(len(child.blocks), full - done)\n"),)),
+    Bug("a merge does not hold what it takes", MANAGER, (("            self._pool.hold(held[merged])\n", ""),)),
+    Bug("a merge leaks what it gives up", MANAGER, (("            self._let_go(self._pool.release(own[merged]))\n", "            self._pool.release(own[merged])\n"),)),
+    Bug("a shorter tail leaks", MANAGER, (("        self._pool.free(dropped[self._pool.counts[dropped] == 0])\n", ""),)),
+    Bug("a shorter tail is freed while in use", MANAGER, (("self._pool.free(dropped[self._pool.counts[dropped] == 0])", "self._pool.free(dropped)"),)),
+    Bug("a split forgets its children", TREE, (("        upper.children = {upper.order[0]: node}\n", "        upper.children = {}\n"),)),
+    Bug("a block in use is evicted", EVICTION, (("return self._tree.owner(last) is node and not self._pool.counts[last]", "return self._tree.owner(last) is node"),)),
+    Bug("a parent is evicted before its child", EVICTION, (("        if node.children or not len(node.blocks):\n", "        if not len(node.blocks):\n"),)),
+    Bug("an evicted block stays in the tree", EVICTION, (("            block = self._tree.pop_last(node)\n", "            block = int(node.blocks[-1])\n"),)),
+    Bug("what becomes the end of a branch is never evicted", EVICTION, (("            if parent is not None:\n                self.offer(parent)\n", ""),)),
+    Bug("an old key decides who is evicted", EVICTION, (("                self.offer(node)\n                continue\n            parent", "                pass\n            parent"),)),
+    Bug("a hit is no use", TREE, (("            node.used = self.clock\n            node.hits += 1\n", "            node.hits += 1\n"),)),
+    Bug("hits are not counted", TREE, (("            node.hits += 1\n", ""),)),
+    Bug("the latest is evicted first", EVICTION, (('    """What was of use longest ago (the default)."""\n    return (node.used,)', '    """What was of use longest ago (the default)."""\n    return (-node.used,)'),)),
+    Bug("a reset takes blocks in use", MANAGER, (("(self._tree.fill > 0) & (self._pool.counts == 0)", "self._tree.fill > 0"),)),
+    Bug("a request for prompt logprobs takes hits", ADMISSION, (("usable = sequence.reusable if request.prompt_reported else sequence.reusable[:0]", "usable = sequence.reusable"),)),
+    Bug("work done again counts as a hit", ADMISSION, (("        if request.num_cached is None:\n", "        if True:\n"),)),
+    Bug("equal prompts are computed side by side", ADMISSION, (("                request.steps_waited += 1\n                return True\n", "                return False\n"),)),
+    # ---- groups
+    Bug("resumed without forking", ADMISSION, (("            if not whole:  #", "            if True:  #"),)),
+    Bug("forked before the donor is there", ADMISSION, (("            if donor.num_computed >= shared:\n", "            if donor.num_computed + donor.num_scheduled >= shared:\n"), ("self._cache.fork(donor.seq_id, sequence.seq_id, shared)", "self._cache.fork(donor.seq_id, sequence.seq_id, min(shared, donor.num_computed))"))),
+    Bug("the donor grows before all have forked", SCHEDULER, (("        if any(not s.started for s in live):\n            return True\n", ""),)),
+    Bug("beams step one by one", SCHEDULER, (("        return request.beam is not None and len(live) > 1 and any(s.num_tokens - s.num_computed > 1 for s in live)", "        return False"),)),
+    Bug("the wrong parent of a beam", SCHEDULER, (("for parent in (beams[c.beam] for c in chosen):", "for parent in (beams[max(0, c.beam - 1)] for c in chosen):"),)),
+    Bug("a parent grows before its children fork", SCHEDULER, (
+        ("        children = []\n        for parent in (beams[c.beam] for c in chosen):\n", "        children = []\n        for c in chosen:\n            parent = beams[c.beam]\n"),
+        ("            used.add(parent.seq_id)\n        for beam", "            used.add(parent.seq_id)\n            children[-1].append(c.token_id)\n        for beam"),
+        ("            child.append(continuation.token_id)\n", ""),
+    )),
+    Bug("dropped beams keep their blocks", SCHEDULER, (('                self.finish(beam, "dropped")\n', '                beam.finish_reason = "dropped"\n'),)),
+    Bug("a beam forgets its score", SCHEDULER, (("            child.cumulative_logprob = continuation.score\n", ""),)),
+    Bug("a beam's score counts a token too many", BEAM, (("self._score(c.score, len(tokens))", "self._score(c.score, len(tokens) + 1)"),)),
+    Bug("an answer from beyond the beam width", BEAM, (("list(zip(best, ends, strict=True))[: self.params.beam_width]", "list(zip(best, ends, strict=True))"),)),
+    Bug("never stops early as if by the present length", BEAM, (('longest = self.params.early_stopping == "never" and', "longest = False and"),)),
+    Bug("never stops early whatever the penalty's sign", BEAM, (('self.params.early_stopping == "never" and self.params.length_penalty > 0', 'self.params.early_stopping == "never"'),)),
+    Bug("a hopeless search goes on", BEAM, (("        self._improvable = self._improvable and best_possible", "        self._improvable = best_possible"),)),
+    Bug("children with one generator key", SCHEDULER, (("request.seed, i, sequence.num_tokens", "request.seed, 0, sequence.num_tokens"),)),
+    Bug("the key is the sequence's, not the index in the request", SCHEDULER, (("request.seed, i, sequence.num_tokens", "request.seed, i + sequence.seq_id - sequence.index, sequence.num_tokens"),)),
+    Bug("children with one row of penalty counts", SCHEDULER, (("request.rows[i], request.seed", "request.rows[0], request.seed"),)),
+    Bug("only the first child knows the history", SCHEDULER, (("banned, history) for i in indices", "banned, history if i == indices[0] else None) for i in indices"),)),
+    Bug("the first child to end takes the blocks along", SCHEDULER, (
+        ("            grown = [sequence, *(self._fork(sequence) for _ in item.samples[1:])] if item.samples else []\n            for each, sampled_row in zip(grown, rows, strict=True):\n                self._book_token(each, output, sampled_row)\n", "            grown = []\n            for sampled_row in rows:\n                grown.append(self._fork(sequence) if grown else sequence)\n                self._book_token(grown[-1], output, sampled_row)\n"),
+    )),
+    Bug("admission forgets the other samples", ADMISSION, (("growth = _growing(running) + self._own_blocks(lead, others)", "growth = _growing(running)"),)),
+    Bug("the best by the sum, not the mean", ENGINE, ((" / max(1, len(a.token_ids))", ""),)),
+    Bug("best_of is streamed", ENGINE, (("        if wanted.num_samples > wanted.n:\n", "        if False:\n"),)),
+    # ---- the scheduler
+    Bug("rows shift past a dropped sequence", SCHEDULER, (
+        ("            row += len(item.samples)\n            sequence = self._live.get(item.seq_id)\n            if sequence is None:\n                continue  # ended while the plan was in flight\n", "            sequence = self._live.get(item.seq_id)\n            if sequence is None:\n                continue  # ended while the plan was in flight\n            row += len(item.samples)\n"),
+    )),
+    Bug("computed when scheduled", SCHEDULER, (
         ("        sequence.num_scheduled += stop - start\n", "        sequence.num_computed += stop - start\n"),
         ("            sequence.num_scheduled -= item.num_tokens\n            sequence.num_computed += item.num_tokens\n", ""),
     )),
-    Bug("resumed as if its KV were still there", SCHEDULER, (
-        ("        sequence.num_computed = sequence.num_scheduled = 0\n", "        sequence.num_scheduled = 0\n"),
+    Bug("resumed as if its KV were still there", SEQUENCE, (("        self.num_computed = self.num_scheduled = 0\n        self.started", "        self.num_scheduled = 0\n        self.started"),)),
+    Bug("the first token is computed twice", SCHEDULER, (
+        ("        start = sequence.num_computed + sequence.num_scheduled\n        stop", "        start = max(0, sequence.num_computed + sequence.num_scheduled - 1)\n        stop"),
     )),
-    Bug("the first token is computed twice", SCHEDULER, (("        start = sequence.num_computed + sequence.num_scheduled\n", "        start = max(0, sequence.num_computed + sequence.num_scheduled - 1)\n"),)),
-    Bug("the earliest gives way", "cupaged/policy.py", (("return max(running, key=self.key)", "return min(running, key=self.key)"),)),
-    Bug("prefill before decode", SCHEDULER, (("key=lambda s: (s.remaining != 1, *self._policy.key(s))", "key=lambda s: (s.remaining == 1, *self._policy.key(s))"),)),
-    Bug("the queue's order is lost at a preemption", SCHEDULER, (
-        ("reports them all\n        insort(self.waiting, sequence, key=self._policy.key)", "reports them all\n        self.waiting.append(sequence)"),
-    )),
-    Bug("admission leaves no room to grow", SCHEDULER, (("if needed + len(self.running) > self.cache.num_free:", "if needed > self.cache.num_free:"),)),
-    Bug("the token budget is not spent", SCHEDULER, (
-        ("planned.append(self._plan(self.running[-1], budget))\n            budget -= planned[-1].num_tokens", "planned.append(self._plan(self.running[-1], budget))"),
-    )),
-    Bug("one sequence too many", SCHEDULER, (("if len(self.running) >= self._max_num_seqs:", "if len(self.running) > self._max_num_seqs:"),)),
-    Bug("rows of the batch unsorted", SCHEDULER, (("        planned.sort(key=lambda item: item.num_tokens > 1)\n", ""),)),
-    Bug("a cancelled plan stays scheduled", SCHEDULER, (
-        ("                sequence.num_scheduled -= item.num_tokens\n                sequence.history_sent", "                sequence.history_sent"),
-    )),
+    Bug("the earliest gives way", SCHEDULER, (("victim = max(self.running, key=_arrival)", "victim = min(self.running, key=_arrival)"),)),
+    Bug("prefill before decode", SCHEDULER, (("return any(s.remaining > 1 for s in request.live), request.arrival", "return not any(s.remaining > 1 for s in request.live), request.arrival"),)),
+    Bug("the queue's order is lost at a preemption", SCHEDULER, (("reports them all\n        insort(self.waiting, request, key=_arrival)", "reports them all\n        self.waiting.append(request)"),)),
+    Bug("admission leaves no room to grow", ADMISSION, (("if room and self._cache.num_free >= growth:", "if room:"),)),
+    Bug("a victim comes back in the same step", SCHEDULER, (("while draft.budget and not draft.preempted and", "while draft.budget and"),)),
+    Bug("a victim stays in the plan", SCHEDULER, (("                self._unplan(victim, draft)\n", ""),)),
+    Bug("a passed request waits for ever", ADMISSION, (("return aged or self._policy.choose", "return self._policy.choose"),)),
+    Bug("the token budget is not spent", SCHEDULER, (("                draft.budget -= draft.items[-1].num_tokens\n", ""),)),
+    Bug("one sequence too many", SCHEDULER, (("if len(self._free_rows) < request.width or", "if len(self._free_rows) < request.width - 1 or"),)),
+    Bug("rows of the batch unsorted", SCHEDULER, (("        draft.items.sort(key=lambda item: item.num_tokens > 1)\n", ""),)),
+    Bug("a cancelled plan stays scheduled", SCHEDULER, (("                sequence.num_scheduled -= item.num_tokens\n                sequence.history_sent", "                sequence.history_sent"),)),
     Bug("a cancelled plan keeps its penalty counts", SCHEDULER, (("                sequence.history_sent = False  #", "                pass  #"),)),
-    Bug("penalty counts not rebuilt on resume", SCHEDULER, (("        sequence.history_sent = False\n        return True", "        return True"),)),
-    Bug("prompt logprobs reported twice", SCHEDULER, (("            sequence.request.prompt_candidates.clear()", "            pass"),)),
+    Bug("penalty counts not rebuilt on resume", SEQUENCE, (("        self.started = self.history_sent = False\n", "        self.started = False\n"),)),
+    Bug("prompt logprobs reported twice", SCHEDULER, (("            request.prompt_candidates.clear()", "            pass"),)),
     Bug("prompt logprobs off by one", SCHEDULER, (("request.prompt_token_ids[start + 1 : stop + 1]", "request.prompt_token_ids[start:stop]"),)),
     Bug("a request that never fits is queued", SCHEDULER, (("if needed > self.cache.num_blocks:", "if needed > 2 * self.cache.num_blocks:"),)),
     Bug("a request that just fits is refused", SCHEDULER, (("max(1, request.max_len - 1)", "request.max_len"),)),
+    Bug("a group that fits only shared is refused", SCHEDULER, (("(request.width - 1) * max(0, longest - shared)", "(request.width - 1) * longest"),)),
+    # ---- swap and windows
+    Bug("copied before what is swapped in is there", KV_STORE, (
+        ("        pool = self.key, self.value\n", "        pool = self.key, self.value\n        if len(plan.copies):\n            self._backend.copy_blocks(*pool, plan.copies)\n"),
+        ("            self._backend.swap_blocks(self._host, pool, plan.swap_in)\n        if len(plan.copies):\n            self._backend.copy_blocks(*pool, plan.copies)\n", "            self._backend.swap_blocks(self._host, pool, plan.swap_in)\n"),
+    )),
+    Bug("host blocks are reused while a plan reads them", SWAP, (
+        ("        self._pool.pin(self.blocks_of(seq_ids))\n", ""),
+        ("        self._pool.free(self._pool.unpin(host_blocks))\n", "        self._pool.free(self._pool.unpin(host_blocks[self._pool.pins[host_blocks] > 0]))\n"),
+    )),
+    Bug("what is shared is swapped once a sequence", SWAP, (("own = host[np.searchsorted(device, blocks)]", "own = host[np.minimum(np.searchsorted(device, blocks) + 1, len(host) - 1)]"),)),
+    Bug("swapped back as if nothing were computed", ADMISSION, (("sequence.num_computed = computed.get(sequence.seq_id, 0)", "sequence.num_computed = 0"),)),
+    Bug("a window leaves a block too many behind", MANAGER, (("table.num_released, position // self.block_size", "table.num_released, -(-position // self.block_size)"),)),
+    Bug("a window is a token too short", ADMISSION, (("position - self._window + 1", "position - self._window + 2"),)),
+    Bug("the longest prefix of another salt", "cupaged/policy.py", (("cache.cached_prefix(request.live[0].reusable, request.salt)", "cache.cached_prefix(request.live[0].reusable)"),)),
+    # ---- batch, sampling, engine
     Bug("position off by one", BATCH, (("np.repeat(starts - query_start[:-1], lengths)", "np.repeat(starts - query_start[:-1] + (starts > 0), lengths)"),)),
     Bug("slot of the wrong block", BATCH, (("blocks.astype(np.int64) * plan.block_size + offset", "blocks.astype(np.int64) * plan.block_size + (offset + 1) % plan.block_size"),)),
     Bug("context ends a token early", BATCH, (("    context_lens = starts + lengths\n", "    context_lens = starts + np.maximum(lengths - 1, 1)\n"),)),
-    Bug("the first row is sampled, not the last", BATCH, (("query_start[1:][sampled] - 1", "query_start[:-1][sampled]"),)),
-    Bug("the generator's key is reused", SCHEDULER, (("sequence.index, sequence.num_tokens, sequence.banned_tokens()", "sequence.index, sequence.request.num_prompt, sequence.banned_tokens()"),)),
+    Bug("the first row is sampled, not the last", BATCH, (("np.repeat(query_start[1:] - 1, samples)", "np.repeat(query_start[:-1], samples)"),)),
+    Bug("the generator's key is reused", SCHEDULER, (("request.seed, i, sequence.num_tokens", "request.seed, i, request.num_prompt"),)),
     Bug("all requests share a seed", SAMPLER, (("[spec.seed for spec in specs]", "[0 for spec in specs]"),)),
     Bug("bans are forgotten", SAMPLER, (("return bias + [(token, -np.inf) for token in spec.banned]", "return bias"),)),
     Bug("min_tokens off by one", SEQUENCE, (("if self.num_output < self.request.params.min_tokens:", "if self.num_output + 1 < self.request.params.min_tokens:"),)),
@@ -114,7 +214,7 @@ BUGS = (
     Bug("a failed step stays in flight", ENGINE, (("            self._scheduler.cancel(plan)\n", ""),)),
     Bug("Ctrl-C in the middle of the bookkeeping", "cupaged/exclusive.py", (("            self._pressed = True\n", "            self._before[0](number, frame)\n"),)),
     Bug("a dropped stream ends in the middle of a step", "cupaged/stream.py", (("            self._forget()\n", "            self._abort()\n"),)),
-    Bug("abort forgets the scheduler", ENGINE, (('            self._scheduler.finish(live.request.sequence, "abort")\n', '            live.request.sequence.finish_reason = "abort"\n'),)),
+    Bug("abort forgets the scheduler", ENGINE, (("            self._scheduler.abort(live.request)\n", '            for sequence in live.request.live:\n                sequence.finish_reason = "abort"\n'),)),
 )  # fmt: skip
 
 

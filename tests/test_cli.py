@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupaged
-from cupaged.cli.chat import Conversation
+from cupaged import BeamSearchParams
 from cupaged.cli.main import COMMANDS, run
-from cupaged.cli.options import Settings, memory_size
+from cupaged.cli.options import memory_size
 from cupaged.cli.perplexity import windows
 from cupaged.cli.terminal import ProgressView
-from cupaged.errors import HubError, RequestError
+from cupaged.errors import HubError
 from tests.support.scripted_llm import ANSWER, ScriptedLLM
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -49,6 +49,14 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 def only_line(text: str) -> str:
     (line,) = text.splitlines()
     return line
+
+
+def only_answer(row: dict[str, Any]) -> dict[str, Any]:
+    """The answer in a --json object that holds one."""
+    (answer,) = row["outputs"]
+    assert answer["index"] == 0
+    result: dict[str, Any] = answer
+    return result
 
 
 # The door
@@ -87,6 +95,12 @@ def test_every_command_has_help_with_examples(command: str, cli: Cli) -> None:
         (["generate", "x", "--config", "absent.toml"], "does not exist"),
         (["generate", "--file", "absent.txt"], "does not exist"),
         (["generate", "x", "--system", "y"], "--system needs --chat"),
+        (["generate", "x", "--early-stopping", "soon"], "'soon' is not one of true, false, never"),
+        (["generate", "x", "--beam-width", "2", "--temperature", "0"], "--beam-width and --temperature exclude each other"),
+        (["generate", "x", "--n", "2", "--length-penalty", "1"], "--length-penalty and --n exclude each other"),
+        (["generate", "x", "--stop", "y", "--beam-width", "2"], "--beam-width and --stop exclude each other"),
+        (["generate", "x", "--stop-token-id", "3", "--beam-width", "2"], "--beam-width and --stop-token-id exclude each other"),
+        (["chat", "--n", "2"], "No such option"),
         (["perplexity"], "Missing argument"),
     ],
 )
@@ -103,6 +117,11 @@ def test_wrong_usage_is_2(args: list[str], message: str, cli: Cli) -> None:
         (["--temperature", "nan"], "error: temperature must be a finite number, not nan"),
         (["--top-p", "0"], "error: top_p must be above 0 and at most 1, not 0.0"),
         (["--block-size", "0"], "error: block_size must be between 1 and 256, not 0"),
+        (["--n", "0"], "error: n must be at least 1, not 0"),
+        (["--n", "3", "--best-of", "2"], "error: best_of must be at least 3, not 2"),
+        (["--beam-width", "0"], "error: beam_width must be at least 1 and at most 256, not 0"),
+        (["--length-penalty", "2"], "error: length_penalty needs beam_width"),
+        (["--eviction", "random"], "error: eviction must be one of lru, fifo, lfu, weighted, not 'random'"),
         (["--device", "abacus"], "error: device must be one of auto, cpu, reference, not 'abacus'"),
     ],
 )
@@ -198,8 +217,8 @@ def test_jsonl_with_parameters(cli: Cli, tmp_path: Path) -> None:
     code, out, err = cli("generate", "--file", str(path), "--json", "--temperature", "0", "--seed", "7")
     assert (code, err) == (0, "")
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["text"] for row in rows] == ["Hello", ANSWER, ANSWER]
-    assert [row["finish_reason"] for row in rows] == ["length", "stop", "stop"]
+    assert [only_answer(row)["text"] for row in rows] == ["Hello", ANSWER, ANSWER]
+    assert [only_answer(row)["finish_reason"] for row in rows] == ["length", "stop", "stop"]
     assert [row["index"] for row in rows] == [0, 1, 2]
     assert [row["source"] for row in rows] == [f"{path}:{n}" for n in (1, 2, 3)]
     assert rows[0]["usage"] == {"prompt_tokens": 1, "completion_tokens": 5, "cached_tokens": 0}
@@ -212,6 +231,13 @@ def test_jsonl_with_parameters(cli: Cli, tmp_path: Path) -> None:
 
 
 BAD_LINES = {
+    '{"prompt": "a", "beam_width": 2, "temperature": 1}': "beam_width and temperature exclude each other",
+    '{"prompt": "a", "beam_width": 2, "beam_widht": 1}': "unknown beam search parameter 'beam_widht'",
+    '{"prompt": "a", "beam_width": 0}': "beam_width must be at least 1",
+    '{"prompt": "a", "length_penalty": 1}': "length_penalty needs beam_width",
+    '{"prompt": "a", "early_stopping": "soon", "beam_width": 2}': "early_stopping must be true, false or 'never'",
+    '{"prompt": "a", "n": 65}': "asks for 65 sequences at once",
+    '{"prompt": "a", "cache_salt": 1}': "cache_salt must be a string",
     '{"prompt": "a", "temperatur": 1}': "unknown sampling parameter 'temperatur'",
     '{"prompt": "a", "max_tokens": 0}': "max_tokens must be at least 1",
     '{"prompt": "a", "temperature": NaN}': "temperature must be a finite number",
@@ -261,11 +287,112 @@ def test_answers_come_in_the_order_of_the_prompts(cli: Cli, tmp_path: Path) -> N
 def test_logprobs_in_json(cli: Cli) -> None:
     _, out, _ = cli("generate", "ab", "--json", "--max-tokens", "1", "--logprobs", "1", "--prompt-logprobs", "0")
     row = json.loads(out)
-    (token,) = row["token_ids"]
-    assert row["logprobs"][0][0] == {"token_id": token, "token": "H", "logprob": -float(token), "rank": 2}
-    assert row["cumulative_logprob"] == -float(token)
+    answer = only_answer(row)
+    (token,) = answer["token_ids"]
+    assert answer["logprobs"][0][0] == {"token_id": token, "token": "H", "logprob": -float(token), "rank": 2}
+    assert answer["cumulative_logprob"] == -float(token)
     assert row["prompt_logprobs"][0] is None
     assert row["prompt_logprobs"][1][0]["token"] == "b"
+
+
+# Several answers
+
+
+def test_several_answers_stand_under_their_index(cli: Cli) -> None:
+    assert cli("generate", "a", "--n", "2") == (0, f"[0]\n{ANSWER}\n[1]\n{ANSWER}1\n", "")
+
+
+def test_of_ranked_answers_the_likeliest_come_first(cli: Cli) -> None:
+    # token t has logprob -t, and those of "1" and "2" are 2 and 3: each makes the mean of its answer higher
+    assert cli("generate", "a", "--n", "2", "--best-of", "3", "--max-tokens", "20") == (0, f"[0]\n{ANSWER}1\n[1]\n{ANSWER}2\n", "")
+    assert cli("generate", "a", "--best-of", "3", "--max-tokens", "20") == (0, f"{ANSWER}1\n", "")
+
+
+def test_beams_stand_under_their_index_and_score(cli: Cli) -> None:
+    code, out, err = cli("generate", "a", "--beam-width", "2", "--max-tokens", "2", "--length-penalty", "0")
+    # the tokens offered: "1" -0.25, EOS -0.5, ...
+    assert (code, out, err) == (0, "[0] score -0.5000\n\n[1] score -0.5000\n11\n", "")
+    assert ScriptedLLM.last.params == [BeamSearchParams(beam_width=2, max_tokens=2, length_penalty=0.0)]
+
+
+def test_a_single_beam_is_written_like_any_single_answer(cli: Cli) -> None:
+    assert cli("generate", "a", "--beam-width", "1", "--max-tokens", "3", "--ignore-eos")[:2] == (0, "111\n")
+
+
+def test_several_answers_in_json(cli: Cli) -> None:
+    row = json.loads(cli("generate", "a", "--n", "2", "--json")[1])
+    assert [answer["index"] for answer in row["outputs"]] == [0, 1]
+    assert [answer["text"] for answer in row["outputs"]] == [ANSWER, ANSWER + "1"]
+    assert [answer["finish_reason"] for answer in row["outputs"]] == ["stop", "stop"]
+    for answer in row["outputs"]:
+        assert answer["cumulative_logprob"] == -sum(answer["token_ids"])
+        assert not {"score", "logprobs"} & set(answer)
+    assert row["usage"] == {"prompt_tokens": 1, "completion_tokens": 2 * len(ANSWER) + 3, "cached_tokens": 0}
+
+
+def test_beams_in_json(cli: Cli) -> None:
+    row = json.loads(cli("generate", "a", "--beam-width", "2", "--max-tokens", "2", "--json")[1])
+    assert [(a["index"], a["token_ids"], a["text"]) for a in row["outputs"]] == [(0, [2, 2], "11"), (1, [2, 0], "1")]
+    assert [(a["score"], a["cumulative_logprob"]) for a in row["outputs"]] == [(-0.25, -0.5), (-0.375, -0.75)]
+
+
+def test_a_file_may_mix_beams_and_samples(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt": "a", "max_tokens": 3}\n'
+        '{"prompt": "b", "beam_width": 3, "early_stopping": "never"}\n'
+        '{"prompt": "c", "temperature": 0.5, "n": 2}\n'
+        '{"prompt": "d", "cache_salt": "x"}\n'
+    )
+    args = ["generate", "--file", str(path), "--max-tokens", "2", "--json"]
+    code, out, err = cli(*args, "--beam-width", "2", "--cache-salt", "s")
+    assert (code, err) == (0, "")
+    assert [len(json.loads(line)["outputs"]) for line in out.splitlines()] == [2, 3, 2, 2]
+    beams = BeamSearchParams(beam_width=2, max_tokens=2)
+    first, second, third, fourth = ScriptedLLM.last.params
+    assert first == BeamSearchParams(beam_width=2, max_tokens=3)
+    assert second == BeamSearchParams(beam_width=3, max_tokens=2, early_stopping="never")
+    assert (third.temperature, third.n, third.max_tokens) == (0.5, 2, 2)
+    assert fourth == beams
+    assert ScriptedLLM.last.salts == ["s", "s", "s", "x"]
+    assert cli(*args, "--temperature", "0.3")[0] == 0
+    assert [type(p) is BeamSearchParams for p in ScriptedLLM.last.params] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "kind"),
+    [
+        ("temperature = 0.2", ["--beam-width", "2"], "beams"),
+        ("beam-width = 2", ["--temperature", "0.2"], "sampling"),
+        ("beam-width = 2\nearly-stopping = true", [], "beams"),
+        ("beam-width = 2\nmax-tokens = 5", ["--ignore-eos"], "beams"),
+        ("beam-width = 2\ntop-p = 0.2", [], "refused"),
+    ],
+)
+def test_the_nearer_option_decides_between_beams_and_samples(
+    config: str, args: list[str], kind: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(config)
+    code, _, err = cli("generate", "x", "--config", str(path), *args)
+    if kind == "refused":
+        assert code == 2
+        assert "--beam-width and --top-p exclude each other" in err
+        return
+    assert (code, err) == (0, "")
+    (params,) = ScriptedLLM.last.params
+    assert isinstance(params, BeamSearchParams) == (kind == "beams")
+    if "early-stopping" in config:
+        assert params.early_stopping is True
+    if kind == "sampling":
+        monkeypatch.setenv("CUPAGED_LENGTH_PENALTY", "2")
+        assert "needs beam_width" in cli("generate", "x")[2]
+        monkeypatch.setenv("CUPAGED_BEAM_WIDTH", "3")
+        assert cli("generate", "x", "--config", str(path), "--max-tokens", "9")[0] == 0
+        assert ScriptedLLM.last.params == [BeamSearchParams(beam_width=3, length_penalty=2.0, max_tokens=9)]
+
+
+# Statistics
 
 
 def test_stats(cli: Cli) -> None:
@@ -275,25 +402,49 @@ def test_stats(cli: Cli) -> None:
     assert values["tokens"] == "3 prompt, 5 generated"
     assert values["requests"].startswith("1 in 5 steps")
     assert values["blocks"] == "2 of 64 used at the peak, 4 tokens each"
-    assert values["preempted"] == "0 times"
+    assert values["preempted"] == "0 times, 0.0 MB swapped"
+    assert values["cached"] == "0 of the prompt tokens, a hit rate of 0.0 %"
+    assert values["sharing"] == "0 blocks saved at the peak, 0 copied before a write"
+    assert values["evicted"] == "0 cached blocks"
     assert {"speed", "first_token", "wasted"} <= set(values)
+
+
+def test_stats_of_sharing(cli: Cli) -> None:
+    """Ten tokens in blocks of 4: two blocks and a half, which three answers share until they write."""
+    lines = b'{"prompt": "0123456789", "n": 3, "max_tokens": 2}\n{"prompt": "0123456789ab", "max_tokens": 2}\n'
+    _, _, err = cli("generate", "--file", "-", "--stats", stdin=lines)
+    values = dict(line.split(None, 1) for line in err.splitlines())
+    assert values["cached"] == "8 of the prompt tokens, a hit rate of 36.4 %"
+    assert values["sharing"] == "6 blocks saved at the peak, 2 copied before a write"
+
+
+def test_stats_of_eviction(cli: Cli) -> None:
+    lines = b"".join(b'{"prompt": "%d123456789abcdefghi", "max_tokens": 1}\n' % n for n in range(4))
+    args = ["generate", "--file", "-", "--stats", "--num-blocks", "12", "--max-model-len", "30", "--max-num-seqs", "1"]
+    values = dict(line.split(None, 1) for line in cli(*args, stdin=lines)[2].splitlines())
+    assert values["evicted"] == "8 cached blocks"
+    values = dict(line.split(None, 1) for line in cli(*args, "--no-prefix-cache", stdin=lines)[2].splitlines())
+    assert values["evicted"] == "0 cached blocks"
 
 
 def test_every_option_reaches_the_engine_and_the_request(cli: Cli) -> None:
     engine = {
         "device": "cpu", "dtype": "float32", "kv_cache_dtype": "auto", "block_size": 8, "num_blocks": 40, "kv_cache_memory": 512_000_000,
-        "max_model_len": 100, "max_num_batched_tokens": 99, "max_num_seqs": 9, "preemption": "recompute", "threads": 1,
+        "max_model_len": 100, "max_num_batched_tokens": 99, "max_num_seqs": 9, "preemption": "recompute", "threads": 1, "eviction": "lfu",
     }  # fmt: skip
     sampling = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.2,
         "frequency_penalty": 0.3, "seed": 1, "max_tokens": 7, "min_tokens": 2, "logprobs": 1, "prompt_logprobs": 1,
+        "n": 2, "best_of": 3,
     }  # fmt: skip
     args = [f"--{name.replace('_', '-')}={value}" for name, value in (engine | sampling).items()]
     args[args.index("--kv-cache-memory=512000000")] = "--kv-cache-memory=512MB"
     args += ["--stop", "x y", "--stop", "z", "--stop-token-id", "5", "--bad-word", "q", "--logit-bias", "3=-2.5", "--logit-bias", "4=1"]
+    args += ["--no-prefix-cache", "--cache-salt", "me"]
     args += ["--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output"]
     assert cli("generate", "x", *args)[0] == 0
-    assert ScriptedLLM.last.options == engine
+    assert ScriptedLLM.last.options == engine | {"prefix_cache": False}
+    assert ScriptedLLM.last.salts == ["me"]
     assert ScriptedLLM.last.params == [
         cupaged.SamplingParams(
             **sampling, stop=["x y", "z"], stop_token_ids=[5], bad_words=["q"], logit_bias={3: -2.5, 4: 1.0},
@@ -455,11 +606,10 @@ def test_chat_refuses_a_message_that_never_fits_and_goes_on(cli: Cli) -> None:
 
 
 def test_chat_takes_back_a_question_the_engine_refuses(cli: Cli) -> None:
-    llm = ScriptedLLM("m", num_blocks=20)
-    conversation = Conversation(llm, Settings("m", {}, {"max_tokens": 100}))  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="too long"):
-        conversation.ask("x" * 150)
-    assert conversation.turns == []
+    code, _, err = cli("chat", "--num-blocks", "20", "--max-tokens", "30", stdin=b"hi\n" + b"x" * 40 + b"\nagain\n")
+    assert code == 0
+    assert "the pool has 20" in only_line(err)
+    assert ScriptedLLM.last.prompts[-1] == f"<user>hi|<assistant>{ANSWER}|<user>again|"
 
 
 def test_chat_says_that_an_answer_was_cut(cli: Cli) -> None:

@@ -165,6 +165,30 @@ def test_one_prompt_streams_on_a_terminal() -> None:
         assert screen.end() == (0, "\r\n")
 
 
+def test_several_answers_on_a_terminal_come_when_they_are_complete() -> None:
+    with terminal("generate", "hi", "--n", "2", delay=0.1) as screen:
+        start = time.monotonic()
+        screen.wait_for(f"[0]\r\n{ANSWER}\r\n")
+        assert time.monotonic() - start > 0.5
+        assert screen.end() == (0, f"[1]\r\n{ANSWER}1\r\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--n", "1", "--best-of", "2"], f"{ANSWER}1\r\n"),
+        (["--n", "2", "--best-of", "3"], f"[0]\r\n{ANSWER}1\r\n[1]\r\n{ANSWER}2\r\n"),
+        (["--beam-width", "2"], "[0] score -0.2500\r\n" + "1" * 20 + "\r\n[1] score -0.2625\r\n" + "1" * 19 + "\r\n"),
+        (["--beam-width", "1"], "1" * 20 + "\r\n"),
+    ],
+)
+def test_ranked_answers_on_a_terminal_come_at_the_end(args: list[str], expected: str) -> None:
+    with terminal("generate", "hi", "--max-tokens", "20", *args) as screen:
+        code, text = screen.end()
+    assert code == 0
+    assert text.endswith("\x1b[?25h\r" + expected)  # nothing but the bar of the loading before it
+
+
 def test_an_interrupt_ends_a_stream() -> None:
     with terminal("generate", "hi", "--ignore-eos", delay=0.05) as screen:
         screen.wait_for("He")

@@ -548,6 +548,26 @@ def test_copying_a_block_outside_the_pool_is_an_error(backend: Backend, pair: tu
         backend.copy_blocks(key, value, np.array([pair], np.int32))
 
 
+def test_swapping_moves_whole_blocks_out_and_back(backend: Backend) -> None:
+    pool, before = (random(0, 3, 7, 2, 4, 6), random(1, 3, 7, 2, 4, 6)), (random(0, 3, 7, 2, 4, 6), random(1, 3, 7, 2, 4, 6))
+    host = backend.new_swap_space(3, 5, 2, 4, 6)
+    backend.swap_blocks(pool, host, np.array([[6, 0], [1, 4]], np.int32))
+    for array in pool:
+        array[:, [1, 6]] = np.nan
+    backend.swap_blocks(host, pool, np.array([[4, 3], [0, 2]], np.int32))
+    for array, original in zip(pool, before, strict=True):
+        assert np.array_equal(array[:, 3], original[:, 1])
+        assert np.array_equal(array[:, 2], original[:, 6])
+        assert np.array_equal(array[:, [0, 4, 5]], original[:, [0, 4, 5]])
+
+
+@pytest.mark.parametrize("pair", [(7, 0), (0, 5), (-1, 0), (0, -1)])
+def test_swapping_a_block_that_is_not_there_is_an_error(backend: Backend, pair: tuple[int, int]) -> None:
+    pool = random(0, 1, 7, 1, 2, 2), random(1, 1, 7, 1, 2, 2)
+    with pytest.raises(InvariantError, match="block"):
+        backend.swap_blocks(pool, backend.new_swap_space(1, 5, 1, 2, 2), np.array([pair], np.int32))
+
+
 def test_a_new_cache_has_the_documented_layout(backend: Backend) -> None:
     for cache in backend.new_kv_cache(2, 5, 3, 16, 8):
         assert cache.shape == (2, 5, 3, 16, 8)

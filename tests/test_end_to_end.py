@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.conftest import golden
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -25,9 +27,22 @@ def test_many_prompts_as_json(smollm2_path: Path) -> None:
     lines = ['{"prompt": "The capital of France is", "max_tokens": 1}', '{"prompt_token_ids": [504, 3575, 282, 4649, 314], "max_tokens": 1}']
     done = cupaged("generate", "--file", "-", "--json", "--temperature", "0", "--logprobs", "1", "--model", str(smollm2_path), stdin="\n".join(lines))
     first, second = (json.loads(line) for line in done.stdout.splitlines())
-    assert first["text"] == second["text"] == " Paris"
+    assert first["outputs"][0]["text"] == second["outputs"][0]["text"] == " Paris"
     assert first["prompt_token_ids"] == second["prompt_token_ids"]
-    assert first["logprobs"][0][0]["token"] == " Paris"
+    assert first["outputs"][0]["logprobs"][0][0]["token"] == " Paris"
+
+
+def test_beams_and_samples_in_one_batch(smollm2_path: Path) -> None:
+    case = golden("smollm2_beam.json")["cases"][0]
+    prompt = {"prompt_token_ids": case["prompt_ids"]}
+    jobs = [prompt | {"beam_width": 4, "max_tokens": 32}, prompt | {"n": 3, "max_tokens": 8, "seed": 1, "temperature": 1, "ignore_eos": True}]
+    done = cupaged("generate", "--file", "-", "--json", "--stats", stdin="\n".join(json.dumps(job) for job in jobs))
+    beams, samples = (json.loads(line) for line in done.stdout.splitlines())
+    assert [answer["text"] for answer in beams["outputs"]] == [answer["text"] for answer in case["sequences"]]
+    assert all(abs(a["score"] - e["score"]) < 1e-3 for a, e in zip(beams["outputs"], case["sequences"], strict=True))
+    assert [len(answer["token_ids"]) for answer in samples["outputs"]] == [8, 8, 8]
+    assert len({tuple(answer["token_ids"]) for answer in samples["outputs"]}) > 1
+    assert "blocks saved at the peak" in done.stderr
 
 
 def test_a_conversation(smollm2_path: Path) -> None:

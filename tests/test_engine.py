@@ -185,7 +185,7 @@ def test_ids_of_the_callers_choice_are_stepped_over() -> None:
 
 
 def test_parameters_of_another_kind_are_refused() -> None:
-    with pytest.raises(RequestError, match="must be a SamplingParams, not dict"):
+    with pytest.raises(RequestError, match="must be SamplingParams or BeamSearchParams, not dict"):
         make_engine(ScriptedModel()).add_request("a", {"temperature": 0})
 
 
@@ -193,7 +193,7 @@ def test_ids_that_the_model_does_not_have_are_never_banned() -> None:
     engine = make_engine(ScriptedModel(default=[1]), ["a", "b", " "], vocab_size=2, eos_token_ids=(EOS, -1, 2))
     engine.add_request([1], SamplingParams(max_tokens=1, min_tokens=1, bad_words=["b"]))
     engine.step()
-    assert engine._runner.plans[0].sequences[0].sample.banned == (EOS,)
+    assert engine._runner.plans[0].sequences[0].samples[0].banned == (EOS,)
 
 
 @pytest.mark.parametrize(("prompt", "params"), [("text", {}), ([1], {"stop": "x"}), ([1], {"bad_words": ["x"]})])
@@ -221,7 +221,7 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space() -> None:
     engine = make_engine(ScriptedModel(default=[1]), ["a", "bad", " bad", " "])
     engine.add_request("a", SamplingParams(max_tokens=1, bad_words=["bad"]))
     engine.step()
-    assert engine._runner.plans[0].sequences[0].sample.banned == (2, 3)
+    assert engine._runner.plans[0].sequences[0].samples[0].banned == (2, 3)
 
 
 def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
@@ -230,7 +230,7 @@ def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
     for seed in (None, None, 7):
         engine.add_request("a", SamplingParams(seed=seed, max_tokens=1))
     engine.step()
-    seeds = [item.sample.seed for item in model.plans[0].sequences]
+    seeds = [item.samples[0].seed for item in model.plans[0].sequences]
     assert len(set(seeds)) == 3
     assert seeds[2] == 7
 
@@ -381,10 +381,10 @@ def test_a_stream_dropped_in_the_middle_of_planning_ends_at_the_next_step() -> N
     streams = [engine.stream("b", SamplingParams(max_tokens=9))]
     reserve = engine._scheduler.cache.reserve
 
-    def collect(seq_id: int, num_tokens: int) -> object:
+    def collect(seq_id: int, start: int, stop: int) -> object:
         if seq_id == 1:
             streams.clear()  # as the garbage collector would
-        return reserve(seq_id, num_tokens)
+        return reserve(seq_id, start, stop)
 
     engine._scheduler.cache.reserve = collect
     assert {output.request_id for output in engine.step()} == {kept, "1"}

@@ -1,5 +1,5 @@
-"""A request gets the same tokens alone, batched, in chunks, preempted, and next to aborted neighbours: greedy,
-sampled, with penalties and bans. On a small random Llama, where every logit is a float and ties do not happen."""
+"""A request gets the same tokens alone, batched, in chunks, preempted, served from the cache, and next to aborted
+neighbours: greedy, sampled, with penalties and bans, several answers at once, and beams. On a small random Llama, where every logit is a float and ties do not happen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged import LLM, SamplingParams
+from cupaged import LLM, BeamSearchParams, SamplingParams
 from tests.family_models import ROOT
 
 MODEL = str(ROOT / "llama_tied")
@@ -56,6 +56,9 @@ def test_the_parameters_matter(alone: list[list[int]]) -> None:
         pytest.param({"block_size": 1, "num_blocks": 500}, id="block size 1"),
         pytest.param({"block_size": 37}, id="block size 37"),
         pytest.param({"num_blocks": 26}, id="preempted"),
+        pytest.param({"num_blocks": 26, "preemption": "swap", "swap_space": 1 << 20}, id="swapped"),
+        pytest.param({"num_blocks": 26, "preemption": "swap", "swap_space": 1 << 20, "prefix_cache": False}, id="swapped, no cache"),
+        pytest.param({"num_blocks": 26, "prefix_cache": False, "queue": "lpm"}, id="preempted, no cache"),
         pytest.param({"num_blocks": 26, "max_num_batched_tokens": 9, "max_num_seqs": 6}, id="preempted and chunked"),
     ],
 )
@@ -71,6 +74,82 @@ def test_company_changes_no_token(device: str, alone: list[list[int]], options: 
     assert tokens(llm, prompts(), PARAMS) == alone
     assert preemptions > 0 or options.get("num_blocks") != 26
     llm.engine._scheduler.check_invariants()
+
+
+GROUPS: list[SamplingParams | BeamSearchParams] = [
+    SamplingParams(n=3, seed=5, max_tokens=15, ignore_eos=True),
+    BeamSearchParams(beam_width=3, max_tokens=12, ignore_eos=True),
+    SamplingParams(n=3, seed=6, max_tokens=15, ignore_eos=True, repetition_penalty=1.5, presence_penalty=0.7),
+    BeamSearchParams(beam_width=4, max_tokens=10, length_penalty=-1.0, early_stopping="never"),
+    SamplingParams(n=2, best_of=4, seed=7, max_tokens=10, temperature=1.3, stop_token_ids=list(range(40, 60))),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+]
+
+
+def families() -> list[list[int]]:
+    """Prompts with beginnings in common, some of which end inside a block."""
+    random = np.random.default_rng(9)
+    stem = random.integers(1, 100, 18).tolist()
+    return [stem[:18], [*stem[:13], 7], stem[:8], [*stem, 9, 8, 7], stem[:11], [*stem[:16], *stem[:10]]]
+
+
+def serve(llm: LLM, params: list[SamplingParams | BeamSearchParams]) -> list[list[list[int]]]:
+    """All answers to the families' prompts; each is asked again as soon as all are answered."""
+    rounds = []
+    for _ in range(2):
+        ids = [llm.engine.add_request(prompt, each) for prompt, each in zip(families(), params, strict=True)]
+        done = {}
+        while llm.engine.has_unfinished():
+            done.update({o.request_id: [a.token_ids for a in o.outputs] for o in llm.engine.step() if o.finished})
+            llm.engine._scheduler.check_invariants()
+        rounds.append([done[name] for name in ids])
+    assert rounds[0] == rounds[1]
+    return rounds[0]
+
+
+@pytest.fixture(scope="module")
+def groups_alone(device: str) -> list[list[list[int]]]:
+    """Every request in an engine of its own, without a cache."""
+    found = []
+    for number in range(len(GROUPS)):
+        engine = LLM(MODEL, device=device, prefix_cache=False, **ROOMY).engine
+        engine.add_request(families()[number], GROUPS[number])
+        outputs = []
+        while engine.has_unfinished():
+            outputs += engine.step()
+        found.append([answer.token_ids for answer in outputs[-1].outputs])
+    return found
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="batched"),
+        pytest.param({"max_num_batched_tokens": 17, "max_num_seqs": 17}, id="chunked"),
+        pytest.param({"num_blocks": 25}, id="preempted"),
+        pytest.param({"num_blocks": 25, "max_num_batched_tokens": 12, "max_num_seqs": 12}, id="preempted and chunked"),
+        pytest.param({"num_blocks": 25, "preemption": "swap", "swap_space": 1 << 20}, id="swapped"),
+        pytest.param({"num_blocks": 25, "preemption": "swap", "swap_space": 1 << 20, "max_num_batched_tokens": 12, "max_num_seqs": 12}, id="swapped and chunked"),
+        pytest.param({"num_blocks": 40, "block_size": 3, "eviction": "weighted"}, id="evicted"),
+    ],
+)
+def test_company_changes_no_answer_of_a_group(
+    device: str, groups_alone: list[list[list[int]]], options: dict[str, Any], prefix_cache: bool
+) -> None:
+    llm = LLM(MODEL, device=device, prefix_cache=prefix_cache, **{**ROOMY, **options})
+    records: list[Any] = []
+    llm.engine.observers.append(records.append)
+    assert serve(llm, GROUPS) == groups_alone
+    assert records[-1].blocks_copied > 0
+    assert sum(record.num_preempted for record in records) > 0 or options.get("num_blocks") != 25
+    assert records[-1].blocks_evicted > 0 or not prefix_cache or options.get("num_blocks", 400) == 400
+    assert records[-1].bytes_swapped > 0 or options.get("preemption") != "swap"
+
+
+def test_the_groups_differ(groups_alone: list[list[list[int]]]) -> None:
+    assert [len(answers) for answers in groups_alone] == [3, 3, 3, 4, 2, 1]
+    assert all(len({tuple(answer) for answer in answers}) == len(answers) for answers in groups_alone)
 
 
 def test_aborted_neighbours_change_no_token(device: str, alone: list[list[int]]) -> None:

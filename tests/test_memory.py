@@ -8,7 +8,7 @@ import pytest
 
 from cupaged.config import EngineConfig, ModelConfig, RopeConfig
 from cupaged.errors import ConfigError
-from cupaged.memory import available_memory, size_pool
+from cupaged.memory import available_memory, size_pool, swap_blocks
 
 MODEL = ModelConfig(
     architecture="llama", vocab_size=10, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
@@ -79,3 +79,11 @@ def test_dynamic_ntk_may_be_stretched_but_only_on_request() -> None:
     assert size_pool(EngineConfig(max_model_len=8192), stretched, 4, 100 * GIB).max_model_len == 8192
     with pytest.raises(ConfigError, match="above the model's 8192"):
         size_pool(EngineConfig(max_model_len=8193), stretched, 4, 100 * GIB)
+
+
+def test_swap_space_is_counted_in_blocks() -> None:
+    assert swap_blocks(EngineConfig(), MODEL, 4) == 0
+    assert swap_blocks(EngineConfig(preemption="swap"), MODEL, 4) == GIB // (16 * TOKEN_BYTES)
+    assert swap_blocks(EngineConfig(preemption="auto", swap_space=16 * TOKEN_BYTES), MODEL, 4) == 1
+    with pytest.raises(ConfigError, match=r"swap_space .5 bytes. holds no block"):
+        swap_blocks(EngineConfig(preemption="swap", swap_space=5), MODEL, 4)

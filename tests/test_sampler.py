@@ -7,11 +7,7 @@ import numpy as np
 from cupaged.backends.base import Backend
 from cupaged.model import sampler
 from cupaged.params import SamplingParams
-from cupaged.step_plan import IntArray, SampleSpec, ScheduledSequence
-
-
-def item(row_id: int, spec: SampleSpec) -> ScheduledSequence:
-    return ScheduledSequence(row_id, 0, row_id, 0, np.array([1], np.int32), np.array([0], np.int32), spec)
+from cupaged.step_plan import IntArray, SampleSpec
 
 
 def test_each_parameter_goes_to_its_own_row() -> None:
@@ -21,9 +17,9 @@ def test_each_parameter_goes_to_its_own_row() -> None:
     )  # fmt: skip
     batch = sampler.pack(
         [
-            item(4, SampleSpec(SamplingParams(temperature=0), seed=1, index=0, position=5)),
-            item(2, SampleSpec(full, seed=2**64 - 1, index=3, position=9, banned=(8, 11))),
-            item(0, SampleSpec(SamplingParams(top_k=-1, temperature=1e-6), seed=2, index=0, position=1)),
+            SampleSpec(SamplingParams(temperature=0), row_id=4, seed=1, index=0, position=5),
+            SampleSpec(full, row_id=2, seed=2**64 - 1, index=3, position=9, banned=(8, 11)),
+            SampleSpec(SamplingParams(top_k=-1, temperature=1e-6), row_id=0, seed=2, index=0, position=1),
         ]
     )
     assert batch.num_rows == 3
@@ -54,6 +50,6 @@ def test_histories_are_sent_for_the_rows_that_bring_one() -> None:
     backend: Backend = Recorder()  # type: ignore[assignment]  # the one operation that is used here
     history = (np.array([1, 2], np.int32), np.array([3], np.int32))
     params = SamplingParams(presence_penalty=1.0)
-    specs = [SampleSpec(params, 0, 0, 3, history=history), SampleSpec(params, 0, 0, 3)]
-    sampler.send_histories([item(5, specs[0]), item(6, specs[1])], backend)
+    specs = [SampleSpec(params, 5, 0, 0, 3, history=history), SampleSpec(params, 6, 0, 0, 3)]
+    sampler.send_histories(specs, backend)
     assert sent == [(5, [1, 2], [3])]

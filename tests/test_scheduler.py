@@ -14,7 +14,7 @@ from tests.support.requests import make_request, make_scheduler
 
 
 def tokens_out(plan: StepPlan, *tokens: int) -> ModelOutput:
-    return ModelOutput(np.array(tokens or [7] * len(plan.sampled), np.int32))
+    return ModelOutput(np.array(tokens or [7] * len(plan.samples), np.int32))
 
 
 def step(scheduler: Scheduler, *tokens: int) -> StepPlan:
@@ -48,11 +48,11 @@ def test_a_prompt_then_one_token_a_step() -> None:
     first = step(scheduler)
     assert shape(first) == [(0, 0, 5)]
     assert first.sequences[0].blocks.tolist() == [0, 1]
-    assert first.sequences[0].sample is not None
-    assert first.sequences[0].sample.position == 5
+    assert first.sequences[0].samples
+    assert first.sequences[0].samples[0].position == 5
     assert shape(step(scheduler)) == [(0, 5, 1)]
     assert shape(step(scheduler)) == [(0, 6, 1)]
-    assert sequence.status is Status.FINISHED
+    assert sequence.request.status is Status.FINISHED
     assert sequence.finish_reason == "length"
     assert sequence.output_ids.tolist() == [7, 7, 7]
     assert scheduler.cache.num_free == 8
@@ -67,7 +67,7 @@ def test_decode_goes_first_and_a_long_prompt_is_cut_in_chunks() -> None:
     assert shape(step(scheduler)) == [(0, 3, 1), (1, 7, 7)]
     last = step(scheduler)
     assert shape(last) == [(0, 4, 1), (1, 14, 6)]
-    assert [s.sample is not None for s in last.sequences] == [True, True]
+    assert [bool(s.samples) for s in last.sequences] == [True, True]
     assert shape(step(scheduler)) == [(0, 5, 1), (1, 20, 1)]
 
 
@@ -88,7 +88,7 @@ def test_waiting_requests_are_served_in_order_and_nobody_overtakes() -> None:
     scheduler.add(make_request("big", [1] * 12))
     scheduler.add(make_request("small", [1]))
     assert shape(step(scheduler)) == [(0, 0, 8)]
-    assert [s.seq_id for s in scheduler.waiting] == [1, 2]
+    assert [r.arrival for r in scheduler.waiting] == [1, 2]
 
 
 def test_no_more_than_max_num_seqs_run() -> None:
@@ -115,14 +115,36 @@ def test_the_latest_gives_way_and_resumes_with_its_whole_context() -> None:
     plan = step(scheduler, 13)
     assert plan.preempted == (1,)
     assert shape(plan) == [(0, 4, 1)]
-    assert new.status is Status.WAITING
-    assert (new.num_computed, new.num_preemptions) == (0, 1)
+    assert new.request.status is Status.WAITING
+    assert (new.num_computed, new.request.num_preemptions) == (0, 1)
     for token in (14, 15, 16):
         step(scheduler, token)
-    assert old.status is Status.FINISHED
+    assert old.request.status is Status.FINISHED
     resumed = step(scheduler, 22)
     assert shape(resumed) == [(1, 0, 4)]
     assert new.output_ids.tolist() == [20, 21, 22]
+
+
+def test_a_prompt_that_just_fits_is_not_kept_out_by_a_block_that_is_cached_in_part() -> None:
+    """Copying that block would take one more than the pool has."""
+    scheduler, model = make_scheduler(5, block_size=2, max_seqs=1), IntegerModel(5, 2)
+    for name, prompt in (("short", [0]), ("long", [0, 1] * 4 + [0])):
+        scheduler.add(make_request(name, prompt, max_tokens=2))
+    run_to_end(scheduler, model)
+
+
+def test_preempted_requests_are_served_before_those_that_came_later() -> None:
+    scheduler = make_scheduler(6, block_size=2, prefix_cache=False)
+    scheduler.add(make_request("old", [1, 2], max_tokens=10))
+    step(scheduler)
+    for name in ("middle", "late"):
+        scheduler.add(make_request(name, [3, 4], max_tokens=8))
+    step(scheduler)
+    scheduler.add(make_request("waiting", [5] * 4))
+    for _ in range(6):
+        step(scheduler)
+    assert [r.request_id for r in scheduler.running] == ["old"]
+    assert [r.request_id for r in scheduler.waiting] == ["middle", "late", "waiting"]
 
 
 def test_preemption_does_not_change_a_token() -> None:
@@ -230,9 +252,9 @@ def test_a_cancelled_plan_rebuilds_the_penalty_counts() -> None:
     scheduler = make_scheduler(8)
     scheduler.add(make_request("a", [1, 2, 3], presence_penalty=1.0))
     plan = scheduler.schedule()
-    assert plan.sequences[0].sample.history is not None
+    assert plan.sequences[0].samples[0].history is not None
     scheduler.cancel(plan)
-    assert scheduler.schedule().sequences[0].sample.history is not None
+    assert scheduler.schedule().sequences[0].samples[0].history is not None
 
 
 def test_history_is_sent_once_and_again_after_a_preemption() -> None:
@@ -245,8 +267,8 @@ def test_history_is_sent_once_and_again_after_a_preemption() -> None:
         if not scheduler.has_unfinished():
             break
         for item in step(scheduler).sequences:
-            if item.seq_id == 1 and item.sample is not None:
-                history = item.sample.history
+            if item.seq_id == 1 and item.samples:
+                history = item.samples[0].history
                 sent.append(None if history is None else (history[0].tolist(), history[1].tolist()))
     assert sent == [([3, 4], []), None, ([3, 4], [7, 7]), None]
 
@@ -266,7 +288,7 @@ def test_eos_and_stop_tokens_end_an_answer() -> None:
 def test_min_tokens_bans_every_token_that_ends() -> None:
     scheduler = make_scheduler(8)
     scheduler.add(make_request("a", [1], 9, eos=(2, 3), stop_token_ids=[8], min_tokens=2))
-    assert [step(scheduler).sequences[0].sample.banned for _ in range(3)] == [(2, 3, 8), (2, 3, 8), ()]
+    assert [step(scheduler).sequences[0].samples[0].banned for _ in range(3)] == [(2, 3, 8), (2, 3, 8), ()]
 
 
 def test_a_bad_word_is_banned_where_it_would_be_completed() -> None:
@@ -276,16 +298,16 @@ def test_a_bad_word_is_banned_where_it_would_be_completed() -> None:
     scheduler.add(request)
     banned = []
     for token in (40, 30, 40, 1):
-        banned.append(step(scheduler, token).sequences[0].sample.banned)
+        banned.append(step(scheduler, token).sequences[0].samples[0].banned)
     assert banned == [(9,), (9,), (9,), (9, 50)]  # the prompt's own 30, before the first 40, does not count
 
 
-@pytest.mark.parametrize(("preempt_after", "reports"), [(None, [3, 3, 0]), (0, [3, 3, 3, 0]), (3, [3, 3, 0, 0, 0])])
+@pytest.mark.parametrize(("preempt_after", "reports"), [(None, [3, 3, 0]), (0, [3, 3, 3, 0]), (3, [3, 3, 0])])
 def test_prompt_logprobs_are_reported_once_whatever_happens(preempt_after: int | None, reports: list[int]) -> None:
     """In chunks; from the start again for a sequence that was preempted half-way, and not at all when all were there."""
     scheduler = make_scheduler(8, block_size=2, budget=3, max_seqs=2)
     request = make_request("a", [10, 11, 12, 13, 14, 15, 16], 1, prompt_logprobs=0)
-    sequence = scheduler.add(request)
+    scheduler.add(request)
     seen = []
     while scheduler.has_unfinished():
         plan = scheduler.schedule()
@@ -296,9 +318,9 @@ def test_prompt_logprobs_are_reported_once_whatever_happens(preempt_after: int |
         report = TokenLogprobs(
             targets, np.zeros(n, np.float32), np.ones(n, np.int32), np.empty((n, 0), np.int32), np.empty((n, 0), np.float32)
         )
-        scheduler.apply(plan, ModelOutput(np.array([7] * len(plan.sampled), np.int32), None, {0: report} if n else {}))
+        scheduler.apply(plan, ModelOutput(np.array([7] * len(plan.samples), np.int32), None, {0: report} if n else {}))
         if item.start == preempt_after:
             preempt_after = None
-            scheduler._preempt(sequence)
+            scheduler._preempt(request)
     assert seen == reports
     assert [c.token_id for c in request.prompt_candidates] == [11, 12, 13, 14, 15, 16]

@@ -1,10 +1,13 @@
-"""Random lives of the scheduler on the exact integer model: adds, aborts, cancelled and overlapping plans, tiny pools.
+"""Random lives of the scheduler on the exact integer model: adds, forks, follow-ups, aborts, cancelled and overlapping
+plans, tiny pools, with and without the prefix cache.
 
 After every operation every count must be explained; at the end every answer must be the one that an unlimited pool
 gives, bit for bit. Free blocks are poisoned as soon as they are free, so a stale read shows at once.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,71 +22,138 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cupaged.cache.eviction import POLICIES
 from cupaged.errors import RequestError
-from cupaged.sequence import Sequence
+from cupaged.sequence import Request
 from cupaged.step_plan import StepPlan
-from tests.support.integer_model import POISON, IntegerModel, expected_output
-from tests.support.requests import make_request, make_scheduler
+from tests.support.integer_model import IntegerModel, expected_beams, expected_output
+from tests.support.requests import make_beam_request, make_request, make_scheduler
 
 BLOCK_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 37, 256]))
 
 
+class EndsOften(frozenset):
+    """A set of EOS tokens that holds every third one, and counts as one."""
+
+    def __contains__(self, token: object) -> bool:
+        return isinstance(token, int) and token % 3 == 0
+
+    def __len__(self) -> int:
+        return 1
+
+
 class SchedulerLife(RuleBasedStateMachine):
-    preemptions = 0  # over all lives: a run without any would prove little
+    # over all lives: a run without any would prove little
+    preemptions = copies = found = evictions = merges = searches = swaps = 0
 
     @initialize(
         block_size=BLOCK_SIZES,
-        capacity=st.integers(8, 90),
+        capacity=st.integers(8, 60),
         max_seqs=st.integers(1, 6),
         extra_budget=st.integers(0, 30),
+        prefix_cache=st.booleans(),
+        eviction=st.sampled_from(sorted(POLICIES)),
+        queue=st.sampled_from(["fcfs", "fcfs", "lpm", "dfs"]),
+        preemption=st.sampled_from(["recompute", "swap", "auto"]),
+        window=st.sampled_from([0, 0, 1, 3, 8]),
     )
-    def start(self, block_size: int, capacity: int, max_seqs: int, extra_budget: int) -> None:
+    def start(
+        self, block_size: int, capacity: int, max_seqs: int, extra_budget: int, prefix_cache: bool, eviction: str, queue: str,
+        preemption: str, window: int,
+    ) -> None:
         num_blocks = -(-capacity // block_size)
         self.block_size, self.num_blocks = block_size, num_blocks
         self.max_seqs, self.budget = max_seqs, max_seqs + extra_budget
-        self.scheduler = make_scheduler(num_blocks, block_size, budget=self.budget, max_seqs=max_seqs)
-        self.model = IntegerModel(num_blocks, block_size)
-        self.sequences: list[Sequence] = []
+        self.scheduler = make_scheduler(
+            num_blocks, block_size, budget=self.budget, max_seqs=max_seqs, prefix_cache=prefix_cache, eviction=eviction,
+            queue=queue, preemption=preemption, window=window,
+        )
+        self.model = IntegerModel(num_blocks, block_size, window)
+        self.requests: list[Request] = []
         self.in_flight: list[StepPlan] = []
 
-    @rule(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), max_tokens=st.integers(1, 24), token=st.integers(0, 3))
-    def add(self, lengths: list[int], max_tokens: int, token: int) -> None:
+    @rule(
+        lengths=st.lists(st.integers(1, 12), min_size=2, max_size=6),
+        max_tokens=st.integers(1, 24),
+        token=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 1, 2, 3, 5]),
+        salt=st.sampled_from(["", "", "other"]),
+    )
+    def add(self, lengths: list[int], max_tokens: int, token: int, n: int, salt: str) -> None:
         for length in lengths:
-            self.add_one(length, max_tokens, token)
+            self.add_one([token + i % 2 for i in range(length)], max_tokens, n, salt)
 
-    def add_one(self, length: int, max_tokens: int, token: int) -> None:
-        request = make_request(str(len(self.sequences)), [token + i % 2 for i in range(length)], max_tokens)
-        if -(-max(1, length + max_tokens - 1) // self.block_size) > self.num_blocks:
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), extra=st.lists(st.integers(0, 3), max_size=3), max_tokens=st.integers(1, 8))
+    def follow_up(self, data: st.DataObject, extra: list[int], max_tokens: int) -> None:
+        """The next turn: a prompt that begins with what an earlier request said, or with a part of it."""
+        request = data.draw(st.sampled_from(self.requests))
+        tokens = request.sequences[0].tokens.tolist()
+        self.add_one(tokens[: data.draw(st.integers(1, len(tokens)))] + extra, max_tokens, 1, request.salt)
+
+    def add_one(self, prompt: list[int], max_tokens: int, n: int, salt: str) -> None:
+        self.queue(make_request(str(len(self.requests)), prompt, max_tokens, n=n, salt=salt))
+
+    @rule(
+        length=st.integers(1, 12),
+        token=st.integers(0, 3),
+        width=st.integers(1, 5),
+        max_tokens=st.integers(1, 12),
+        length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        ends=st.booleans(),
+    )
+    def search(self, length: int, token: int, width: int, ends: bool, **params: Any) -> None:
+        prompt = [token + i % 2 for i in range(length)]
+        eos = EndsOften() if ends else frozenset()
+        self.queue(make_beam_request(str(len(self.requests)), prompt, eos=eos, beam_width=width, **params))
+
+    def queue(self, request: Request) -> None:
+        n, prompt, max_tokens = request.width, request.prompt_token_ids, request.max_len - request.num_prompt
+        longest = -(-max(1, len(prompt) + max_tokens - 1) // self.block_size)
+        needed = longest + (n - 1) * max(0, longest - len(prompt) // self.block_size)
+        if needed > self.num_blocks or n > self.max_seqs:
             with pytest.raises(RequestError):
                 self.scheduler.add(request)
         else:
-            self.sequences.append(self.scheduler.add(request))
+            self.scheduler.add(request)
+            self.requests.append(request)
 
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule()
     def plan(self) -> None:
         plan = self.scheduler.schedule()
         assert plan.num_tokens <= self.budget
-        assert len(self.scheduler.running) <= self.max_seqs
+        assert self.scheduler.num_running_sequences <= self.max_seqs
         self.in_flight.append(plan)
-        SchedulerLife.preemptions += len(self.in_flight[-1].preempted)
+        SchedulerLife.preemptions += len(plan.preempted)
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def finish_step(self) -> None:
         plan = self.in_flight.pop(0)
         self.scheduler.apply(plan, self.model.run(plan) if plan.sequences else None)
-        self.poison_free_blocks()
+        self.model.poison(self.scheduler.cache)
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def cancel(self) -> None:
         self.scheduler.cancel(self.in_flight.pop())
 
-    @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.scheduler.finish(data.draw(st.sampled_from(self.sequences)), "abort")
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data: st.DataObject, whole: bool) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        if whole or request.beam is not None:  # beams live and die together
+            self.scheduler.abort(request)
+        else:
+            self.scheduler.finish(data.draw(st.sampled_from(request.sequences)), "abort")
+
+    @rule()
+    def reset(self) -> None:
+        if not self.in_flight:
+            self.scheduler.cache.reset_prefix_cache()
+            self.model.poison(self.scheduler.cache)
 
     @rule(steps=st.integers(1, 20))
     def run_on(self, steps: int) -> None:
@@ -94,10 +164,6 @@ class SchedulerLife(RuleBasedStateMachine):
             self.scheduler.check_invariants()
             self.finish_step()
             self.scheduler.check_invariants()
-
-    def poison_free_blocks(self) -> None:
-        pool = self.scheduler.cache._pool
-        self.model.store[pool._counts == 0] = POISON
 
     @invariant()
     def everything_is_explained(self) -> None:
@@ -117,17 +183,32 @@ class SchedulerLife(RuleBasedStateMachine):
             self.finish_step()
         assert not self.scheduler.has_unfinished(), "somebody starves"
         assert self.scheduler.cache.num_free == self.num_blocks
-        for sequence in self.sequences:
+        for sequence in (sequence for request in self.requests for sequence in request.sequences):
             request = sequence.request
-            expected = expected_output(request.prompt_token_ids, request.params.max_tokens)
+            if request.beam is not None:
+                continue
+            expected = expected_output(request.prompt_token_ids, request.params.max_tokens, sequence.index, self.model.window)
             got = sequence.output_ids.tolist()
             assert got == expected[: len(got)]
             assert sequence.finish_reason == "abort" or len(got) == len(expected)
+        for request in self.requests:
+            if request.beam is not None and all(s.finish_reason != "abort" for s in request.sequences):
+                expected = expected_beams(request.prompt_token_ids, request.beam.params, request.beam._eos_ids, self.model.window)
+                assert [answer.token_ids for answer in request.beam.hypotheses] == expected
+                SchedulerLife.searches += 1
+        counters = self.scheduler.cache.counters
+        SchedulerLife.swaps += self.model.swapped
+        SchedulerLife.copies += counters.blocks_copied
+        SchedulerLife.evictions += counters.blocks_evicted
+        SchedulerLife.merges += counters.blocks_merged
+        SchedulerLife.found += sum(request.num_cached or 0 for request in self.requests)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(100, id="ci"), pytest.param(3000, id="long", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [pytest.param(150, id="ci"), pytest.param(3000, id="long", marks=pytest.mark.slow)])
 def test_every_life_ends_with_the_right_answers(examples: int) -> None:
-    SchedulerLife.preemptions = 0
+    counted = ("preemptions", "copies", "found", "evictions", "merges", "searches", "swaps")
+    for name in counted:
+        setattr(SchedulerLife, name, 0)
     run_state_machine_as_test(
         SchedulerLife,
         settings=settings(
@@ -138,7 +219,8 @@ def test_every_life_ends_with_the_right_answers(examples: int) -> None:
             suppress_health_check=[HealthCheck.too_slow],
         ),
     )
-    assert SchedulerLife.preemptions > examples // 2
+    for name in counted:
+        assert getattr(SchedulerLife, name) > examples // 15, f"too few {name} to prove anything"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16, 256])
@@ -160,7 +242,7 @@ def test_a_crowd_in_a_tiny_pool(block_size: int, seed: int) -> None:
         plan = scheduler.schedule()
         preempted += len(plan.preempted)
         scheduler.apply(plan, model.run(plan))
-        model.store[scheduler.cache._pool._counts == 0] = POISON
+        model.poison(scheduler.cache)
         scheduler.check_invariants()
     assert not scheduler.has_unfinished()
     assert preempted or block_size == 256

@@ -129,6 +129,10 @@ class Backend(Protocol):
         """Key and value pools, each [num_layers, B, K, P, D], uninitialised (possibly NaN)."""
         ...
 
+    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
+        """The same in host memory, for the blocks of preempted requests."""
+        ...
+
     # ---- the forward pass
 
     def embedding(self, table: Embedding, token_ids: Array, out: Array) -> None:
@@ -204,6 +208,13 @@ class Backend(Protocol):
 
     def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:
         """Copy whole blocks over all layers; pairs int32 [n, 2] (source, destination), destinations disjoint from sources."""
+        ...
+
+    def swap_blocks(
+        self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32]
+    ) -> None:
+        """Copy whole blocks over all layers between two (key, value) stores, the pool and the swap space, either way;
+        pairs int32 [n, 2] (block of `source`, block of `target`), targets distinct."""
         ...
 
 

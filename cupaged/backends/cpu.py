@@ -108,6 +108,9 @@ class CpuBackend:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         return np.empty(shape, np.float32), np.empty(shape, np.float32)
 
+    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[F32, F32]:
+        return self.new_kv_cache(num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+
     # ---- the forward pass
 
     def embedding(self, table: PackedMatrix, token_ids: I32, out: F32) -> None:
@@ -191,6 +194,13 @@ class CpuBackend:
         _check_within("block", pairs.ravel(), 0, blocks)
         keys, values = key_cache.reshape(layers, blocks, -1), value_cache.reshape(layers, blocks, -1)
         self._run(len(pairs) * layers * keys.shape[2], cpu_kernels.copy_blocks, keys, values, pairs)
+
+    def swap_blocks(self, source: tuple[F32, F32], target: tuple[F32, F32], pairs: I32) -> None:
+        _check_within("block", np.ascontiguousarray(pairs[:, 0]), 0, source[0].shape[1])
+        _check_within("block", np.ascontiguousarray(pairs[:, 1]), 0, target[0].shape[1])
+        for source_array, target_array in zip(source, target, strict=True):
+            for layer in range(len(source_array)):  # a layer's blocks are contiguous runs: NumPy copies them as such
+                target_array[layer, pairs[:, 1]] = source_array[layer, pairs[:, 0]]
 
 
 def _stack(sources: Sequence[TensorSource]) -> F32:

@@ -69,6 +69,9 @@ class ReferenceBackend:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
         return self.empty(shape, np.float32), self.empty(shape, np.float32)
 
+    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[F32, F32]:
+        return self.new_kv_cache(num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+
     # ---- the forward pass
 
     def embedding(self, table: DenseMatrix, token_ids: I32, out: F32) -> None:
@@ -125,13 +128,15 @@ class ReferenceBackend:
             first, last = batch.query_start[s], batch.query_start[s + 1]
             if context == 0:
                 continue
-            blocks = batch.block_tables[s, : -(-context // block_size)]
+            # blocks that no row looks at may be gone: a sequence gives back what its window has left behind
+            skipped = max(0, batch.positions[first] - window + 1) // block_size if window else 0
+            blocks = batch.block_tables[s, skipped : -(-context // block_size)]
             _check_indices("block", blocks, num_blocks)
-            # [blocks, K, P, D] -> [K, context, D]
-            key = key_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context]
-            value = value_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :context]
+            # [blocks, K, P, D] -> [K, slots, D]
+            key = key_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
+            value = value_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
             for row in range(first, last):
-                position = batch.positions[row]
+                position = batch.positions[row] - skipped * block_size
                 oldest = max(0, position - window + 1) if window else 0
                 k, v = key[:, oldest : position + 1], value[:, oldest : position + 1]
                 q = query[row].reshape(num_kv_heads, -1, head_dim)
@@ -172,6 +177,14 @@ class ReferenceBackend:
             raise InvariantError("block copies of one step overlap")
         key_cache[:, destination] = key_cache[:, source]
         value_cache[:, destination] = value_cache[:, source]
+
+    def swap_blocks(self, source: tuple[F32, F32], target: tuple[F32, F32], pairs: I32) -> None:
+        _check_indices("block", pairs[:, 0], source[0].shape[1])
+        _check_indices("block", pairs[:, 1], target[0].shape[1])
+        if len(np.unique(pairs[:, 1])) != len(pairs):
+            raise InvariantError("two blocks are swapped into one")
+        for source_array, target_array in zip(source, target, strict=True):
+            target_array[:, pairs[:, 1]] = source_array[:, pairs[:, 0]]
 
 
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:

@@ -12,19 +12,31 @@ from cupaged.step_plan import IntArray
 
 
 class BlockTable:
-    """The physical blocks of a sequence in logical order, and how many of their slots hold KV."""
+    """The physical blocks of a sequence in logical order; the first `num_computed` slots hold KV.
 
-    __slots__ = ("_array", "num_blocks", "num_computed")
+    The first `num_released` entries are -1: their blocks lie outside the sliding window and were given back.
+    """
 
-    def __init__(self) -> None:
-        self._array = np.empty(4, np.int32)
-        self.num_blocks = 0
-        self.num_computed = 0
+    __slots__ = ("_array", "num_blocks", "num_computed", "num_published", "num_released")
+
+    def __init__(self, blocks: IntArray | None = None, num_computed: int = 0) -> None:
+        self.num_blocks = 0 if blocks is None else len(blocks)
+        self._array = np.empty(self.num_blocks + 4, np.int32)
+        if blocks is not None:
+            self._array[: self.num_blocks] = blocks
+        self.num_computed = num_computed
+        self.num_published = 0
+        self.num_released = 0 if blocks is None else int(np.count_nonzero(blocks < 0))
 
     @property
     def blocks(self) -> IntArray:
-        """int32 [num_blocks], a view that the next `append` may leave behind."""
+        """int32 [num_blocks]: a view, to be read or written in place before the next `append`."""
         return self._array[: self.num_blocks]
+
+    @property
+    def held(self) -> IntArray:
+        """The blocks that are not released; a view."""
+        return self._array[self.num_released : self.num_blocks]
 
     def append(self, blocks: IntArray) -> None:
         needed = self.num_blocks + len(blocks)

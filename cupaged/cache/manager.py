@@ -1,31 +1,89 @@
 """CacheManager: the only door to the paged KV cache.
 
-It knows sequences by id and tokens by number; which physical blocks they live in is its business alone. "No room" is
+It knows sequences by id and tokens by value; which physical blocks they live in is its business alone. "No room" is
 the value None, corruption is an InvariantError.
 
-    reserve   grow a sequence's table to cover so many tokens
-    commit    a completed step wrote the KV of so many tokens
-    release   the sequence gives its blocks back
+    adopt     begin a sequence with the cached prefix of its tokens, shared, not copied
+    reserve   grow a sequence's table, and give it a private copy of what it is about to write to (copy-on-write)
+    fork      begin a sequence as a copy of another: all blocks shared by count
+    commit    a completed step wrote the KV of so many tokens; full blocks are published
+    release   the sequence gives its blocks back, and publishes what is computed, its partly filled tail included
+    swap_out  a preempted request's sequences go to host memory, and swap_in brings them back
     pin       a plan in flight reads or writes these blocks: none of them is reused before unpin
+
+Every block is in one of four states:
+
+    free        nobody holds it and its content is of no use
+    held        a table or a plan names it (it may be published, too)
+    evictable   published and held by nobody, like everything below it in the tree: taken when the free ones run out
+    covered     published and held by nobody, but something below it in the tree is held
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 from cupaged.cache.block_pool import BlockPool
 from cupaged.cache.block_table import BlockTable
+from cupaged.cache.eviction import EvictionQueue, Key, least_recently_used
+from cupaged.cache.prefix_tree import Node, PrefixTree
+from cupaged.cache.swap_space import SwapSpace
 from cupaged.errors import InvariantError
 from cupaged.step_plan import IntArray
 
+NO_PAIRS: IntArray = np.empty((0, 2), np.int32)
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """blocks_used are held by somebody, blocks_cached only kept; blocks_shared: how many more blocks all tables would
+    take if none shared; slots_used hold KV of live sequences, each counted once however many share it."""
+
+    blocks_used: int
+    blocks_cached: int
+    blocks_shared: int
+    slots_used: int
+
+
+@dataclass
+class CacheCounters:
+    """What happened since the start."""
+
+    blocks_copied: int = 0
+    blocks_evicted: int = 0
+    blocks_merged: int = 0
+    blocks_swapped: int = 0
+
 
 class CacheManager:
-    """Bookkeeping for `num_blocks` blocks of `block_size` tokens each. Allocation is by demand, block by block."""
+    """Bookkeeping for `num_blocks` blocks of `block_size` tokens each. Allocation is by demand, block by block.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    prefix_cache  publish computed blocks and adopt them; without it blocks are shared by forks only
+    eviction      the key of a policy (see eviction.py)
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        eviction: Callable[[Node], Key] = least_recently_used,
+        num_swap_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
+        self.prefix_cache = prefix_cache
         self._pool = BlockPool(num_blocks)
+        self._tree = PrefixTree(num_blocks, block_size)
         self._tables: dict[int, BlockTable] = {}
+        self._evictable = EvictionQueue(self._tree, self._pool, eviction)
+        self._copies: list[tuple[int, int]] = []
+        self._swap = SwapSpace(num_swap_blocks)
+        self._swap_out = self._swap_in = NO_PAIRS
+        self.counters = CacheCounters()
 
     # ---- what there is
 
@@ -34,17 +92,33 @@ class CacheManager:
         return self._pool.num_blocks
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds, kept for their content."""
+        return self.num_blocks - self._pool.num_free - self.num_used
+
+    @property
     def num_free(self) -> int:
-        return self._pool.num_free
+        """Blocks that can be had: free ones and cached ones."""
+        return self.num_blocks - self.num_used
 
     @property
     def num_used(self) -> int:
-        return self._pool.num_blocks - self._pool.num_free
+        """Blocks that somebody holds."""
+        return self._pool.num_held
 
-    @property
-    def slots_used(self) -> int:
-        """Slots of live sequences that hold KV."""
-        return sum(table.num_computed for table in self._tables.values())
+    def usage(self) -> CacheUsage:
+        """How the pool is used now. Takes longer than the counts above: for those who watch."""
+        filled = np.zeros(self.num_blocks, np.int32)
+        named = 0
+        for table in self._tables.values():
+            whole, rest = divmod(table.num_computed, self.block_size)
+            filled[table.blocks[table.num_released : whole]] = self.block_size
+            if rest:
+                last = table.blocks[whole]
+                filled[last] = max(filled[last], rest)
+            named += len(table.held)
+        in_tables = int(np.count_nonzero(self._pool.counts - self._pool.pins))
+        return CacheUsage(self.num_used, self.num_cached, named - in_tables, int(filled.sum()))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens takes."""
@@ -52,58 +126,268 @@ class CacheManager:
 
     # ---- a sequence's life
 
-    def reserve(self, seq_id: int, num_tokens: int) -> IntArray | None:
-        """Make the sequence's table cover `num_tokens`; the table as int32 [num_blocks], or None and no change if full.
+    def cached_prefix(self, tokens: IntArray, salt: str = "") -> int:
+        """How many of the first tokens are cached. Changes nothing."""
+        return self._tree.match(tokens, salt).num_tokens if self.prefix_cache else 0
 
-        The first call for an id creates the table.
+    def path(self, tokens: IntArray, salt: str = "") -> tuple[tuple[int, ...], int]:
+        """What is cached of the first tokens: numbers of the tree's nodes on the way, and how many tokens. Changes nothing."""
+        if not self.prefix_cache:
+            return (), 0
+        match = self._tree.match(tokens, salt)
+        return tuple(node.number for node in match.nodes), match.num_tokens
+
+    def adopt(self, seq_id: int, tokens: IntArray, salt: str = "") -> int:
+        """Begin a sequence with what is cached of its first tokens; how many tokens that is. `tokens`: those it may take."""
+        if not self.prefix_cache:
+            return 0
+        match = self._tree.match(tokens, salt)
+        if not match.num_tokens:
+            return 0
+        self._tree.touch(match.nodes)
+        self._pool.hold(match.blocks)
+        self._tables[seq_id] = BlockTable(match.blocks, match.num_tokens)
+        return match.num_tokens
+
+    def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
+        """Begin a sequence with the first `num_tokens` computed tokens of another; blocks are shared, none is copied."""
+        parent = self._tables[parent_id]
+        if num_tokens > parent.num_computed:
+            raise InvariantError(f"sequence {child_id} forks {num_tokens} tokens, of which {parent.num_computed} are computed")
+        child = self._tables[child_id] = BlockTable(parent.blocks[: self.blocks_for(num_tokens)], num_tokens)
+        self._pool.hold(child.held)
+
+    def holds_from(self, seq_id: int) -> int:
+        """The first position whose block the sequence still has; 0 unless a sliding window has moved on."""
+        return self._tables[seq_id].num_released * self.block_size
+
+    def leave_behind(self, seq_id: int, position: int) -> None:
+        """Nothing before `position` will be read again: give back the blocks that lie wholly before it."""
+        table = self._tables[seq_id]
+        first, stop = table.num_released, position // self.block_size
+        if stop > first:
+            blocks = table.blocks[first:stop].copy()
+            table.blocks[first:stop] = -1
+            table.num_released = stop
+            self._let_go(self._pool.release(blocks))
+
+    def reserve(self, seq_id: int, start: int, stop: int) -> IntArray | None:
+        """Let a sequence write its tokens start .. stop - 1: the table, int32 [num_blocks]; None and no change if full.
+
+        Blocks are added for what the table does not cover. If the first block to be written holds what others may
+        read (it is shared, or published past that slot), the sequence gets a copy of its own: see `take_copies`.
         """
-        table = self._tables.get(seq_id)
-        missing = self.blocks_for(num_tokens) - (table.num_blocks if table else 0)
-        if missing > 0:
-            blocks = self._pool.allocate(missing)
+        table = self._tables.get(seq_id) or BlockTable()
+        first = start // self.block_size
+        missing = max(0, self.blocks_for(stop) - table.num_blocks)
+        must_copy = start < stop and first < table.num_blocks and not self._may_write(int(table.blocks[first]), start)
+        if missing or must_copy:
+            blocks = self._allocate(missing + must_copy)
             if blocks is None:
                 return None
-            if table is None:
-                table = self._tables[seq_id] = BlockTable()
-            table.append(blocks)
-        if table is None:
-            raise InvariantError(f"sequence {seq_id} reserves room for no token")
+            if must_copy:
+                self._copy_on_write(table, first, int(blocks[-1]))
+            table.append(blocks[:missing])
+            self._tables[seq_id] = table
         snapshot: IntArray = table.blocks.copy()
         return snapshot
 
-    def commit(self, seq_id: int, num_computed: int) -> None:
-        """A completed step wrote the KV of the sequence's first `num_computed` tokens."""
+    def _may_write(self, block: int, position: int) -> bool:
+        """Whether one table alone names the block, and the slot is past what is published of it."""
+        holders = self._pool.counts[block] - self._pool.pins[block]
+        return bool(holders == 1 and position % self.block_size >= self._tree.fill[block])
+
+    def _copy_on_write(self, table: BlockTable, index: int, copy: int) -> None:
+        """Put a private copy in the place of a block. Both are pinned until the plan that copies is applied."""
+        shared = int(table.blocks[index])
+        # what is itself still to be copied has its content elsewhere: copies of one plan are made all at once
+        source = next((origin for origin, target in self._copies if target == shared), shared)
+        self._pool.pin(np.array([source, copy], np.int32))
+        table.blocks[index] = copy
+        table.num_published = min(table.num_published, index)
+        self._let_go(self._pool.release(np.array([shared], np.int32)))
+        self._copies.append((source, copy))
+        self.counters.blocks_copied += 1
+
+    def take_copies(self) -> IntArray:
+        """The copies that the next plan must make, int32 [n, 2] (from, to); `copies_done` when it has been applied."""
+        copies = np.array(self._copies, np.int32).reshape(-1, 2)
+        self._copies.clear()
+        return copies
+
+    def return_copies(self, copies: IntArray) -> None:
+        """The plan was cancelled: the next one must make its copies."""
+        self._copies[:0] = [(int(source), int(copy)) for source, copy in copies]
+
+    def copies_done(self, copies: IntArray) -> None:
+        """Let go of the blocks of copies: the plan that made them was applied."""
+        for block in copies.ravel():
+            self.unpin(np.array([block], np.int32))
+
+    def commit(self, seq_id: int, tokens: IntArray, num_computed: int, salt: str = "") -> None:
+        """A completed step wrote the KV of the sequence's first `num_computed` tokens; full blocks are published."""
         table = self._tables[seq_id]
         if not table.num_computed <= num_computed <= table.num_blocks * self.block_size:
             raise InvariantError(
                 f"sequence {seq_id} commits {num_computed} tokens after {table.num_computed}, with {table.num_blocks} blocks"
             )
         table.num_computed = num_computed
+        if num_computed // self.block_size > table.num_published:
+            self._publish(table, tokens[: num_computed // self.block_size * self.block_size], salt)
 
-    def release(self, seq_id: int) -> None:
-        """Forget the sequence; its blocks become free, pinned ones when their plan is applied. Unknown ids are fine."""
+    def _publish(self, table: BlockTable, tokens: IntArray, salt: str) -> None:
+        """Put the blocks of these tokens into the tree; where it has equal ones already, the table takes those."""
+        if not self.prefix_cache or table.num_released:
+            return  # what is not whole cannot be found again
+        count = self.blocks_for(len(tokens))
+        own = table.blocks[:count].copy()
+        held, dropped = self._tree.insert(tokens, own, salt)
+        merged = np.flatnonzero(held != own)
+        if len(merged):
+            self._pool.hold(held[merged])
+            table.blocks[merged] = held[merged]
+            self._let_go(self._pool.release(own[merged]))
+            self.counters.blocks_merged += len(merged)
+        self._pool.free(dropped[self._pool.counts[dropped] == 0])
+        table.num_published = len(tokens) // self.block_size
+
+    def release(self, seq_id: int, tokens: IntArray, salt: str = "") -> None:
+        """Forget the sequence, publishing what is computed of its `tokens`; unknown ids are fine.
+
+        Its blocks become free, or evictable where published; pinned ones when their plan is applied.
+        """
+        if seq_id in self._swap:
+            self._swap.drop(seq_id)
         table = self._tables.pop(seq_id, None)
-        if table is not None:
-            # pushed last to first, so that they are handed out again in the order they had here
-            self._pool.release(table.blocks[::-1])
+        if table is None:
+            return
+        sound = self._forget_copies(table)
+        if sound:
+            self._publish(table, tokens[:sound], salt)
+        # pushed last to first, so that they are handed out again in the order they had here
+        self._let_go(self._pool.release(table.held[::-1]))
+
+    def _forget_copies(self, table: BlockTable) -> int:
+        """Drop copies into the table that no plan has taken up; how many of its tokens are computed in sound blocks."""
+        sound = table.num_computed
+        for source, copy in [pair for pair in self._copies if pair[1] in table.blocks]:
+            if self._pool.counts[copy] - self._pool.pins[copy] == 1:  # nobody else waits for it
+                self._copies.remove((source, copy))
+                self.copies_done(np.array([[source, copy]], np.int32))
+            sound = min(sound, int(np.flatnonzero(table.blocks == copy)[0]) * self.block_size)
+        return sound
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Blocks in use stay with their sequences, which may publish them again."""
+        kept = np.flatnonzero((self._tree.fill > 0) & (self._pool.counts == 0)).astype(np.int32)
+        self._tree.clear()
+        self._evictable.clear()
+        self._pool.free(kept)
+
+    # ---- swapping
+
+    def swap_out(self, seq_ids: list[int]) -> bool:
+        """Move what is computed of these sequences to host memory; False, and no change, where that has no room, or
+        where a sliding window has left a part behind.
+
+        Their blocks may be reused at once: the plan that follows copies them out before it writes anything.
+        """
+        tables = {i: self._tables[i] for i in seq_ids if i in self._tables and self._tables[i].num_computed}
+        unmade = {copy for _, copy in self._copies}
+        held = {i: (t.blocks[: self.blocks_for(t.num_computed)].copy(), t.num_computed) for i, t in tables.items()}
+        if not held or any(table.num_released for table in tables.values()) or any(unmade.intersection(blocks.tolist()) for blocks, _ in held.values()):
+            return False
+        pairs = self._swap.take(held)
+        if pairs is None:
+            return False
+        self._swap_out = np.concatenate([self._swap_out, pairs])
+        self.counters.blocks_swapped += len(pairs)
+        for seq_id in seq_ids:
+            table = self._tables.pop(seq_id, None)
+            if table is not None:
+                self._let_go(self._pool.release(table.held[::-1]))
+        return True
+
+    def swapped_blocks(self, seq_ids: list[int]) -> int:
+        """How many blocks bringing these sequences back takes; 0 if they are not in host memory."""
+        return len(self._swap.blocks_of(seq_ids))
+
+    def swap_in(self, seq_ids: list[int]) -> dict[int, int] | None:
+        """Bring sequences back, sharing what they shared: seq_id -> computed tokens; None, and no change, if full."""
+        host = self._swap.blocks_of(seq_ids)
+        device = self._allocate(len(host))
+        if device is None:
+            return None
+        back = self._swap.give(seq_ids)
+        for seq_id, (blocks, num_computed) in back.items():
+            own = device[np.searchsorted(host, blocks)]
+            self._pool.hold(own)
+            self._tables[seq_id] = BlockTable(own, num_computed)
+        self._pool.release(device)  # the one hold of `allocate`: the tables hold them now
+        self._swap_in = np.concatenate([self._swap_in, np.stack([host, device], axis=1)])
+        self.counters.blocks_swapped += len(host)
+        return {seq_id: num_computed for seq_id, (_, num_computed) in back.items()}
+
+    def take_swaps(self) -> tuple[IntArray, IntArray]:
+        """The swaps that the next plan must make, out and in, int32 [n, 2] each; `swaps_done` when it was applied."""
+        swaps = self._swap_out, self._swap_in
+        self._swap_out = self._swap_in = NO_PAIRS
+        return swaps
+
+    def swaps_done(self, out: IntArray, back: IntArray) -> None:
+        """The plan that made these swaps was applied."""
+        self._swap.done(out[:, 1])
+        self._swap.done(back[:, 0])
+
+    def swaps_cancelled(self, out: IntArray, back: IntArray) -> None:
+        """The plan was cancelled: what should have gone out is lost, what should have come back comes with the next."""
+        self._swap.lost(out[:, 1])
+        self._swap_in = np.concatenate([back, self._swap_in])
 
     # ---- plans in flight
 
     def pin(self, blocks: IntArray) -> None:
         """Keep one sequence's blocks from being reused until `unpin`, even if the sequence goes away."""
-        self._pool.pin(blocks)
+        self._pool.pin(blocks[blocks >= 0])
 
     def unpin(self, blocks: IntArray) -> None:
-        self._pool.unpin(blocks)
+        self._let_go(self._pool.unpin(blocks[blocks >= 0]))
+
+    # ---- room
+
+    def _allocate(self, count: int) -> IntArray | None:
+        """Free blocks, made by eviction where needed; None where there is no room, and then nothing was evicted."""
+        if count > self.num_free:
+            return None
+        while self._pool.num_free < count:
+            block = self._evictable.pop()
+            if block is None:
+                return None  # what is left is covered
+            self._pool.free(np.array([block], np.int32))
+            self.counters.blocks_evicted += 1
+        return self._pool.allocate(count)
+
+    def _let_go(self, idle: IntArray) -> None:
+        """Nobody holds these blocks any more: published ones are kept, the others are free."""
+        published = self._tree.fill[idle] > 0
+        self._pool.free(idle[~published])
+        for node in dict.fromkeys(self._tree.owner(int(block)) for block in idle[published]):
+            if node is not None:
+                self._evictable.offer(node)
 
     # ---- proof
 
     def check_invariants(self) -> None:
-        """Raise InvariantError unless every count is explained: tables + pins = counts, free + held = all."""
+        """Raise InvariantError unless every count is explained and every block is in exactly one state."""
         references = np.zeros(self.num_blocks, np.int32)
         for seq_id, table in self._tables.items():
-            blocks = table.blocks
+            blocks = table.held
+            if (table.blocks[: table.num_released] != -1).any():
+                raise InvariantError(f"sequence {seq_id} names a block that it gave back")
             if len(np.unique(blocks)) != len(blocks):
                 raise InvariantError(f"sequence {seq_id} names a block twice")
             references[blocks] += 1
-        self._pool.check_invariants(references)
+        self._tree.check_invariants()
+        self._swap.check_invariants()
+        self._pool.check_invariants(references, self._tree.fill)
+        self._evictable.check_invariants()

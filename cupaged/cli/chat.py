@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from cupaged.cli.options import Settings, engine_options, sampling_options
-from cupaged.cli.prompts import Message, decode
+from cupaged.cli.conversation import Conversation, Question
+from cupaged.cli.options import engine_options, sampling_options
+from cupaged.cli.prompts import decode
+from cupaged.cli.settings import Settings
 from cupaged.cli.terminal import Interruptible, Screen, error_line, open_llm
 from cupaged.errors import ChatTemplateError, RequestError
 from cupaged.outputs import CompletionOutput
@@ -46,44 +47,6 @@ def command(system: str | None, **options: Any) -> None:
     talk(llm, Conversation(llm, settings, system), Screen(highlight=False))
 
 
-@dataclass
-class Conversation:
-    """The messages so far, and how the next answer is made."""
-
-    llm: LLM
-    settings: Settings
-    system: str | None = None
-    turns: list[Message] = field(default_factory=list)
-
-    def ask(self, text: str) -> tuple[list[int], int]:
-        """Add the user's message; the prompt's token ids, and how many old messages were dropped to make it fit.
-
-        Room is kept for an answer of max_tokens, but at most a quarter of the context. Raises RequestError when the
-        message alone does not fit, and then it is not added.
-        """
-        engine = self.llm.engine
-        context = engine.config.max_model_len or engine.model_config.max_position
-        room = min(self.settings.sampling["max_tokens"], context // 4)
-        turns = [*self.turns, {"role": "user", "content": text}]
-        dropped = 0
-        while len(prompt := self.llm.tokenizer.encode_chat(self._messages(turns))) + room > context:
-            if len(turns) <= 2:
-                raise RequestError(f"the message is too long: {len(prompt)} tokens, and the context holds {context}")
-            turns, dropped = turns[2:], dropped + 2
-        self.turns = turns
-        return prompt, dropped
-
-    def answered(self, text: str) -> None:
-        self.turns.append({"role": "assistant", "content": text})
-
-    def forget_question(self) -> None:
-        """Take back the last `ask`, which got no answer."""
-        self.turns.pop()
-
-    def _messages(self, turns: list[Message]) -> list[Message]:
-        return turns if self.system is None else [{"role": "system", "content": self.system}, *turns]
-
-
 def talk(llm: LLM, conversation: Conversation, console: Console) -> None:
     """Read, answer, until the input ends."""
     if sys.stdin.isatty():
@@ -93,7 +56,7 @@ def talk(llm: LLM, conversation: Conversation, console: Console) -> None:
         if text in ("/exit", "/quit"):
             break
         if text == "/reset":
-            conversation.turns.clear()
+            conversation.reset()
             console.print("[dim]the conversation starts anew[/dim]")
         elif text == "/help":
             console.print(HELP, markup=False)
@@ -126,30 +89,29 @@ def _read(console: Console) -> str | None:
 
 def _turn(llm: LLM, conversation: Conversation, text: str, console: Console) -> None:
     try:
-        prompt, dropped = conversation.ask(text)
-        if dropped:
-            console.print(f"[dim](the {dropped} oldest messages were dropped: the context is full)[/dim]")
-        answer = _answer(llm, conversation, prompt)
+        question = conversation.ask(text)
+        if question.dropped:
+            console.print(f"[dim](the {question.dropped} oldest messages were dropped: the context is full)[/dim]")
+        answer = _answer(llm, conversation, question)
     except ChatTemplateError:
         raise
     except RequestError as error:
         error_line(error)
         return
     if answer is None or not answer.text:
-        conversation.forget_question()
         console.print("[dim](no answer)[/dim]")
         return
-    conversation.answered(answer.text)
+    conversation.answered(question, answer)
     if answer.finish_reason == "abort":
         console.print("[dim](stopped)[/dim]")
     elif answer.finish_reason == "length":
         console.print("[dim](cut at the longest answer allowed: --max-tokens)[/dim]")
 
 
-def _answer(llm: LLM, conversation: Conversation, prompt: list[int]) -> CompletionOutput | None:
+def _answer(llm: LLM, conversation: Conversation, question: Question) -> CompletionOutput | None:
     """Write the answer as it comes, until it ends or Ctrl-C; None if nothing had come yet."""
     engine = llm.engine
-    request = engine.add_request(prompt, conversation.settings.params(engine.default_params))
+    request = engine.add_request(question.token_ids, conversation.settings.params(engine.default_params))
     answer: CompletionOutput | None = None
     shown = 0
     with Interruptible() as interrupt:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from cupaged.outputs import RequestOutput, TokenCandidates
+from cupaged.outputs import CompletionOutput, RequestOutput, TokenCandidates
 
 
 def as_object(index: int, source: str, output: RequestOutput) -> dict[str, Any]:
-    """Times are seconds; `logprobs` and `prompt_logprobs` are there when they were asked for."""
-    answer, metrics = output.outputs[0], output.metrics
+    """Times are seconds; logprobs and scores are there where there are any."""
+    metrics = output.metrics
     value: dict[str, Any] = {"index": index}
     if source:
         value["source"] = source
     value |= {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
-        "text": answer.text,
-        "token_ids": answer.token_ids,
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
+        "outputs": [_answer(answer) for answer in output.outputs],
         "usage": {
             "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": len(answer.token_ids),
+            "completion_tokens": sum(len(answer.token_ids) for answer in output.outputs),
             "cached_tokens": output.num_cached_tokens,
         },
         "metrics": {
@@ -31,11 +28,25 @@ def as_object(index: int, source: str, output: RequestOutput) -> dict[str, Any]:
             "num_preemptions": metrics.num_preemptions,
         },
     }
-    if answer.logprobs is not None:
-        value["cumulative_logprob"] = answer.cumulative_logprob
-        value["logprobs"] = [_candidates(position) for position in answer.logprobs]
     if output.prompt_logprobs is not None:
         value["prompt_logprobs"] = [position and _candidates(position) for position in output.prompt_logprobs]
+    return value
+
+
+def _answer(answer: CompletionOutput) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "index": answer.index,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if answer.score is not None:
+        value["score"] = answer.score
+    if answer.cumulative_logprob is not None:
+        value["cumulative_logprob"] = answer.cumulative_logprob
+    if answer.logprobs is not None:
+        value["logprobs"] = [_candidates(position) for position in answer.logprobs]
     return value
 
 

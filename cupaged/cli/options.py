@@ -1,14 +1,14 @@
-"""The options that commands share: the engine's, and a request's sampling parameters.
+"""The options that commands share: the engine's, and a request's parameters.
 
-An option only names a field of EngineConfig or SamplingParams and reads its type; what it means and which values are
-right is theirs to say. An option that nobody gave stays None and leaves the field's default alone.
+An option only names a field of EngineConfig, SamplingParams or BeamSearchParams and reads its type; what it means and
+which values are right is theirs to say. An option that nobody gave stays None and leaves the field's default alone.
+`settings.py` sorts them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from cupaged.cli import config_file
-from cupaged.config import EngineConfig
 from cupaged.hub import DEFAULT_MODEL
-from cupaged.params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,6 +40,14 @@ def logit_bias(text: Any) -> tuple[int, float]:
         raise click.BadParameter(f"{text!r} is not of the form ID=VALUE, such as 42=-100") from error
 
 
+def early_stopping(text: Any) -> bool | str:
+    """true, false or never."""
+    value = str(text).lower()
+    if value not in ("true", "false", "never"):
+        raise click.BadParameter(f"{text!r} is not one of true, false, never")
+    return value if value == "never" else value == "true"
+
+
 def _option(*names: str, **settings: Any) -> Callable[[F], F]:
     """A click option that may also come from the environment: --block-size from CUPAGED_BLOCK_SIZE."""
     if not settings.get("multiple"):
@@ -61,7 +67,11 @@ ENGINE_OPTIONS = (
     _option("--max-model-len", type=int, help="Longest sequence in tokens (default: the model's, or what the pool holds)."),
     _option("--max-num-batched-tokens", type=int, help="Tokens computed in one step (default 512)."),
     _option("--max-num-seqs", type=int, help="Sequences computed in one step (default 64)."),
-    _option("--preemption", help="What to do when the pool is full: recompute."),
+    _option("--prefix-cache/--no-prefix-cache", help="Keep computed prefixes and reuse them (default)."),
+    _option("--eviction", help="Which cached block goes first: lru (default), fifo, lfu, weighted."),
+    _option("--queue", help="Who is served next: fcfs (default), lpm (longest cached prefix), dfs (depth first in the cache)."),
+    _option("--preemption", help="When the pool is full: recompute (default), swap to host memory, or auto."),
+    _option("--swap-space", type=memory_size, metavar="SIZE", help="Host memory for swapping (default 1GiB)."),
     _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
 )
 
@@ -87,12 +97,21 @@ SAMPLING_OPTIONS = (
     _option("--include-stop-str-in-output/--no-include-stop-str-in-output", help="Keep the stop text."),
 )
 
+ANSWER_OPTIONS = (
+    _option("--n", type=int, help="Answers to each prompt."),
+    _option("--best-of", type=int, help="Answers to make, of which the --n likeliest are given."),
+    _option("--beam-width", type=int, help="Search so many of the likeliest answers instead of sampling."),
+    _option("--length-penalty", type=float, help="Of a beam's score: above 0 prefers long answers (default 1)."),
+    _option("--early-stopping", type=early_stopping, metavar="WHEN", help="When a beam search ends: true, false (default) or never."),
+    _option("--cache-salt", metavar="TEXT", help="Share cached prefixes only with requests of the same salt."),
+)
+
 
 def _read_config(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
     path = value or config_file.default_path()
     if value is None and not path.is_file():
         return
-    carrier = _with(ENGINE_OPTIONS + SAMPLING_OPTIONS)(click.Command("all"))
+    carrier = _with(ENGINE_OPTIONS + SAMPLING_OPTIONS + ANSWER_OPTIONS)(click.Command("all"))
     ctx.default_map = config_file.read(path, carrier.params)
 
 
@@ -117,29 +136,4 @@ _CONFIG_OPTION = click.option(
 
 engine_options = _with((*ENGINE_OPTIONS, _CONFIG_OPTION))
 sampling_options = _with(SAMPLING_OPTIONS)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose, checked: a model, EngineConfig fields and SamplingParams fields; others keep their default."""
-
-    model: str
-    engine: dict[str, Any]
-    sampling: dict[str, Any]
-
-    @classmethod
-    def of(cls, options: dict[str, Any], **defaults: Any) -> Settings:
-        """Sort a command's options; `defaults` are the command's own sampling defaults. Raises ConfigError."""
-        given = {name: value for name, value in options.items() if value is not None and value != ()}
-        if "logit_bias" in given:
-            given["logit_bias"] = dict(given["logit_bias"])
-        engine = {field.name: given[field.name] for field in fields(EngineConfig) if field.name in given}
-        sampling = {field.name: given[field.name] for field in fields(SamplingParams) if field.name in given}
-        EngineConfig.from_options(**engine)
-        SamplingParams.from_mapping(defaults | sampling)
-        return cls(given["model"], engine, defaults | sampling)
-
-    def params(self, base: SamplingParams, **changes: Any) -> SamplingParams:
-        """The model's own defaults, then the user's options, then one request's changes. Raises ParameterError."""
-        model = {field.name: getattr(base, field.name) for field in fields(base)}
-        return SamplingParams.from_mapping(model | self.sampling | changes)
+answer_options = _with(ANSWER_OPTIONS)

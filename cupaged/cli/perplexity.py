@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cupaged.cli.options import Settings, engine_options
+from cupaged.cli.options import engine_options
 from cupaged.cli.prompts import read_text, source_name
+from cupaged.cli.settings import Settings
 from cupaged.cli.terminal import ProgressView, open_llm
 from cupaged.errors import ConfigError, RequestError
 from cupaged.outputs import RequestOutput

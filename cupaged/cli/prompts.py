@@ -21,16 +21,18 @@ _KINDS = ("prompt", "messages", "prompt_token_ids")
 
 @dataclass(frozen=True)
 class Job:
-    """One request: a text, token ids or chat messages, and the sampling parameters of its own.
+    """One request: a text, token ids or chat messages, and the parameters of its own.
 
     source   where it stands, "prompts.jsonl:3"; "" for a single prompt
-    sampling names and values as they were written; SamplingParams checks them
+    params   names and values as they were written; SamplingParams or BeamSearchParams checks them
+    salt     the cache salt of its own, or None
     error    why it cannot run, or None
     """
 
     source: str
     prompt: str | list[int] | list[Message] = ""
-    sampling: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    salt: str | None = None
     error: str | None = None
 
 
@@ -100,7 +102,10 @@ def _from_json(source: str, line: str) -> Job:
     prompt = values.pop(kinds[0])
     if wrong := _wrong(kinds[0], prompt):
         return Job(source, error=wrong)
-    return Job(source, prompt, values)
+    salt = values.pop("cache_salt", None)
+    if salt is not None and not isinstance(salt, str):
+        return Job(source, error="cache_salt must be a string")
+    return Job(source, prompt, values, salt)
 
 
 def _wrong(kind: str, value: Any) -> str | None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 import cupaged
-from cupaged.cli.options import Settings
+from cupaged.cli.settings import Settings
 
 if TYPE_CHECKING:
     from cupaged import LLM

@@ -26,7 +26,7 @@ class Batch:
 
     token_ids     int32 [T]
     attention     where the rows read and write (NumPy arrays; see AttentionBatch)
-    sample_rows   int32 [num_sampled], the last row of every sequence that gets a token
+    sample_rows   int32 [num_samples], the last row of the sequence, for every token to choose
     """
 
     token_ids: IntArray
@@ -56,7 +56,7 @@ def build(plan: StepPlan) -> Batch:
     if blocks.min() < 0:
         raise InvariantError("a block table is too short for the tokens that its sequence computes")
 
-    sampled = np.array([item.sample is not None for item in items], bool)
+    samples = np.array([len(item.samples) for item in items], np.int32)
     return Batch(
         token_ids=np.concatenate([item.token_ids for item in items]),
         attention=AttentionBatch(
@@ -68,7 +68,7 @@ def build(plan: StepPlan) -> Batch:
             num_decode=plan.num_decode,
             max_context=int(context_lens.max()),
         ),
-        sample_rows=query_start[1:][sampled] - 1,
+        sample_rows=np.repeat(query_start[1:] - 1, samples),
     )
 
 

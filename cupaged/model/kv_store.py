@@ -10,20 +10,31 @@ from cupaged.step_plan import StepPlan
 class KVStore:
     """key and value, each [num_layers, num_blocks, num_kv_heads, block_size, head_dim], on the backend.
 
-    A block of one head is contiguous: an attention kernel reads it in one run. Uninitialised at first.
+    A block of one head is contiguous: an attention kernel reads it in one run. Uninitialised at first. Beside the pool
+    there may be a swap space of the same form in host memory.
     """
 
-    def __init__(self, backend: Backend, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, backend: Backend, config: ModelConfig, num_blocks: int, block_size: int, num_swap_blocks: int = 0
+    ) -> None:
         self._backend = backend
-        self.key, self.value = backend.new_kv_cache(
-            config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim
-        )
+        shape = (config.num_kv_heads, block_size, config.head_dim)
+        self.key, self.value = backend.new_kv_cache(config.num_layers, num_blocks, *shape)
+        self._host = backend.new_swap_space(config.num_layers, num_swap_blocks, *shape)
 
     def layer(self, index: int) -> tuple[Array, Array]:
         """One layer's key and value pools, each [num_blocks, num_kv_heads, block_size, head_dim]."""
         return self.key[index], self.value[index]
 
     def move_blocks(self, plan: StepPlan) -> None:
-        """Carry out the plan's copies, before the step writes anything."""
+        """Carry out the plan's swaps and copies, before the step writes anything.
+
+        Out comes first: the blocks that it leaves may be the targets of all the others.
+        """
+        pool = self.key, self.value
+        if len(plan.swap_out):
+            self._backend.swap_blocks(pool, self._host, plan.swap_out)
+        if len(plan.swap_in):
+            self._backend.swap_blocks(self._host, pool, plan.swap_in)
         if len(plan.copies):
-            self._backend.copy_blocks(self.key, self.value, plan.copies)
+            self._backend.copy_blocks(*pool, plan.copies)

@@ -11,7 +11,7 @@ from cupaged.model import batch as batches
 from cupaged.model import sampler
 from cupaged.model.kv_store import KVStore
 from cupaged.model.llama import Buffers, Llama, forward
-from cupaged.step_plan import IntArray, ModelOutput, ScheduledSequence, StepPlan, TokenLogprobs
+from cupaged.step_plan import FloatArray, IntArray, ModelOutput, SampleSpec, StepPlan, TokenLogprobs
 
 LOGPROB_ROWS = 64
 """Prompt logprobs are computed in chunks of so many rows: logits of a whole prompt would not fit in memory."""
@@ -42,9 +42,9 @@ class Runner:
             self._buffers.first(plan.num_tokens),
         )
         prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, hidden)
-        if not len(batch.sample_rows):
-            return ModelOutput(np.empty(0, np.int32), None, prompt_logprobs)
-        return self._sample(plan.sampled, self._head(hidden, batch.sample_rows), prompt_logprobs)
+        candidates = self._candidates(plan, batch.attention.query_start, hidden)
+        token_ids, logprobs = self._sample(plan.samples, batch.sample_rows, hidden)
+        return ModelOutput(token_ids, logprobs, prompt_logprobs, candidates)
 
     def _head(self, hidden: Array, rows: IntArray) -> Array:
         """Logits [len(rows), V] of some rows, in the one logits buffer."""
@@ -53,19 +53,34 @@ class Runner:
         self._backend.linear(chosen, self._model.weights.lm_head, out=logits)
         return logits
 
-    def _sample(
-        self, items: Sequence[ScheduledSequence], logits: Array, prompt_logprobs: dict[int, TokenLogprobs]
-    ) -> ModelOutput:
-        backend = self._backend
-        wanted = max((-1 if s.sample is None or s.sample.params.logprobs is None else s.sample.params.logprobs) for s in items)
+    def _sample(self, specs: Sequence[SampleSpec], rows: IntArray, hidden: Array) -> tuple[IntArray, TokenLogprobs | None]:
+        """The chosen tokens, and their logprobs if anybody wants them."""
+        if not specs:
+            return np.empty(0, np.int32), None
+        backend, logits = self._backend, self._head(hidden, rows)
+        wanted = max(-1 if spec.params.needed_logprobs is None else spec.params.needed_logprobs for spec in specs)
         untouched = None
         if wanted >= 0:  # sampling works in place, and logprobs are the model's own
             untouched = backend.empty(logits.shape, np.float32)
-            backend.gather_rows(logits, backend.upload(np.arange(len(items), dtype=np.int32)), out=untouched)
-        sampler.send_histories(items, backend)
-        token_ids = backend.sample(logits, sampler.pack(items))
+            backend.gather_rows(logits, backend.upload(np.arange(len(specs), dtype=np.int32)), out=untouched)
+        sampler.send_histories(specs, backend)
+        token_ids = backend.sample(logits, sampler.pack(specs))
         logprobs = None if untouched is None else self._logprobs(untouched, token_ids, wanted)
-        return ModelOutput(backend.download(token_ids), logprobs, prompt_logprobs)
+        return backend.download(token_ids), logprobs
+
+    def _candidates(self, plan: StepPlan, query_start: IntArray, hidden: Array) -> dict[int, tuple[IntArray, FloatArray]]:
+        """The likeliest next tokens of the beams."""
+        beams = [(row, item) for row, item in zip(query_start[1:] - 1, plan.sequences, strict=True) if item.num_candidates]
+        if not beams:
+            return {}
+        logits = self._head(hidden, np.array([row for row, _ in beams], np.int32))
+        anything = self._backend.upload(np.zeros(len(beams), np.int32))
+        most = min(max(item.num_candidates for _, item in beams), logits.shape[1])
+        found = self._logprobs(logits, anything, most)
+        return {
+            item.seq_id: (found.top_ids[i, : item.num_candidates], found.top_logprobs[i, : item.num_candidates])
+            for i, (_, item) in enumerate(beams)
+        }
 
     def _prompt_logprobs(self, plan: StepPlan, query_start: IntArray, hidden: Array) -> dict[int, TokenLogprobs]:
         reports: dict[int, TokenLogprobs] = {}

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from cupaged.backends.base import Backend, SamplingBatch
-from cupaged.step_plan import SampleSpec, ScheduledSequence
+from cupaged.step_plan import SampleSpec
 
 
-def pack(items: Sequence[ScheduledSequence]) -> SamplingBatch:
-    """Parameters of all sampled sequences as flat arrays, one row each. Every item must have a SampleSpec."""
-    specs = [_spec(item) for item in items]
+def pack(specs: Sequence[SampleSpec]) -> SamplingBatch:
+    """Parameters of all tokens to choose as flat arrays, one row each."""
     params = [spec.params for spec in specs]
     biases = [_biases(spec) for spec in specs]
-    bias_start = np.zeros(len(items) + 1, np.int32)
+    bias_start = np.zeros(len(specs) + 1, np.int32)
     np.cumsum([len(bias) for bias in biases], out=bias_start[1:])
     return SamplingBatch(
         temperature=np.array([0.0 if p.greedy else p.temperature for p in params], np.float32),
@@ -28,7 +27,7 @@ def pack(items: Sequence[ScheduledSequence]) -> SamplingBatch:
         seeds=np.array([spec.seed for spec in specs], np.uint64),
         positions=np.array([spec.position for spec in specs], np.int32),
         indices=np.array([spec.index for spec in specs], np.int32),
-        row_ids=np.array([item.row_id for item in items], np.int32),
+        row_ids=np.array([spec.row_id for spec in specs], np.int32),
         bias_start=bias_start,
         bias_ids=np.array([token for bias in biases for token, _ in bias], np.int32),
         bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
@@ -36,17 +35,11 @@ def pack(items: Sequence[ScheduledSequence]) -> SamplingBatch:
     )
 
 
-def send_histories(items: Sequence[ScheduledSequence], backend: Backend) -> None:
+def send_histories(specs: Sequence[SampleSpec], backend: Backend) -> None:
     """Rebuild the backend's penalty counts of rows that have a new owner."""
-    for item in items:
-        history = _spec(item).history
-        if history is not None:
-            backend.set_history(item.row_id, *history)
-
-
-def _spec(item: ScheduledSequence) -> SampleSpec:
-    assert item.sample is not None
-    return item.sample
+    for spec in specs:
+        if spec.history is not None:
+            backend.set_history(spec.row_id, *spec.history)
 
 
 def _biases(spec: SampleSpec) -> list[tuple[int, float]]:

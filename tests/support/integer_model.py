@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from cupaged.beam import BeamSearch
+from cupaged.cache.manager import CacheManager
 from cupaged.model import batch as batches
+from cupaged.params import BeamSearchParams
 from cupaged.step_plan import IntArray, ModelOutput, StepPlan
 
 VOCABULARY = 1 << 20
+SWAP_BLOCKS = 12
 POISON = np.int64(-1)
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def hash_context(entries: np.ndarray) -> int:
-    """A token from int64 [context] (token, position) entries; order and content both matter."""
-    state = 14695981039346656037
+def hash_context(entries: np.ndarray, index: int = 0) -> int:
+    """A token from int64 [context] (token, position) entries; order, content and the answer's index all matter."""
+    state = 14695981039346656037 + index
     for value in entries.tolist():
         state = ((state ^ value) * _MULTIPLIER) & _MASK
         state ^= state >> 29
@@ -32,23 +36,51 @@ def entry(token: int | np.ndarray, position: int | np.ndarray) -> np.ndarray:
     return np.asarray(token, np.int64) << 32 | np.asarray(position, np.int64)
 
 
-def expected_output(prompt: IntArray, count: int) -> list[int]:
+def expected_output(prompt: IntArray, count: int, index: int = 0, window: int = 0) -> list[int]:
     """What the model answers when nothing goes wrong: no cache, no blocks, no batch."""
     tokens = [int(t) for t in prompt]
     for _ in range(count):
-        tokens.append(hash_context(entry(np.array(tokens), np.arange(len(tokens)))))
+        tokens.append(hash_context(entry(np.array(tokens), np.arange(len(tokens)))[-window:], index))
     return tokens[len(prompt) :]
+
+
+def likely_tokens(entries: np.ndarray, count: int) -> tuple[IntArray, np.ndarray]:
+    """Candidates of a beam: `count` different tokens with descending logprobs, all a function of the context."""
+    ids = np.array([hash_context(entries, 100 + i) * 64 % VOCABULARY + i % 64 for i in range(count)], np.int32)
+    logprobs = -np.cumsum(np.array([1 + hash_context(entries, 1000 + i) % 997 for i in range(count)])) / np.float32(997)
+    return ids, logprobs.astype(np.float32)
+
+
+def expected_beams(
+    prompt: IntArray, params: BeamSearchParams, eos: frozenset[int] = frozenset(), window: int = 0
+) -> list[tuple[int, ...]]:
+    """The answers of a beam search when nothing goes wrong: no cache, no blocks, no batch."""
+    search = BeamSearch(params, params.max_tokens, eos)
+    beams, scores = [()], [0.0]
+    while beams:
+        contexts = [np.array([*prompt.tolist(), *beam]) for beam in beams]
+        offered = [likely_tokens(entry(c, np.arange(len(c)))[-window:], search.num_candidates) for c in contexts]
+        chosen = search.advance(beams, scores, offered)
+        beams, scores = [(*beams[c.beam], c.token_id) for c in chosen], [c.score for c in chosen]
+    return [answer.token_ids for answer in search.hypotheses]
 
 
 class IntegerModel:
     """Runs StepPlans as model.runner.Runner does. `computed` counts the tokens that it was asked to compute."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
+        self.window = window
         self.store = np.full((num_blocks, block_size), POISON)
-        self.computed = 0
+        self.host = np.full((SWAP_BLOCKS, block_size), POISON)
+        self.computed = self.swapped = 0
 
     def run(self, plan: StepPlan) -> ModelOutput:
+        self.host[plan.swap_out[:, 1]] = self.store[plan.swap_out[:, 0]]
+        self.store[plan.swap_in[:, 1]] = self.host[plan.swap_in[:, 0]]
+        self.swapped += len(plan.swap_in)
         if len(plan.copies):
+            assert not set(plan.copies[:, 0]) & set(plan.copies[:, 1]), "a block is both source and destination of copies"
+            assert len(set(plan.copies[:, 1])) == len(plan.copies), "two copies go to one block"
             self.store[plan.copies[:, 1]] = self.store[plan.copies[:, 0]]
         batch = batches.build(plan)
         rows = batch.attention
@@ -56,18 +88,33 @@ class IntegerModel:
         assert (np.diff(rows.query_start)[: rows.num_decode] == 1).all(), "decode rows come first"
         self.store.reshape(-1)[rows.slots] = entry(batch.token_ids, rows.positions)
         self.computed += len(batch.token_ids)
-        sampled_rows = set(batch.sample_rows.tolist())
+        owner = np.searchsorted(rows.query_start, batch.sample_rows, side="right") - 1
         tokens = [
-            self._next_token(rows.block_tables[s], int(rows.context_lens[s]))
-            for s in range(len(rows.context_lens))
-            if int(rows.query_start[s + 1]) - 1 in sampled_rows
+            self._next_token(rows.block_tables[s], int(rows.context_lens[s]), spec.index)
+            for s, spec in zip(owner, plan.samples, strict=True)
         ]
-        return ModelOutput(np.array(tokens, np.int32))
+        found = {
+            item.seq_id: likely_tokens(self._context(rows.block_tables[s], int(rows.context_lens[s])), item.num_candidates)
+            for s, item in enumerate(plan.sequences)
+            if item.num_candidates
+        }
+        return ModelOutput(np.array(tokens, np.int32), candidates=found)
 
-    def _next_token(self, table: IntArray, context: int) -> int:
+    def poison(self, cache: CacheManager) -> None:
+        """Overwrite every slot whose content nobody may rely on: of free blocks, and past the published end of cached ones."""
+        idle = cache._pool.counts == 0
+        offsets = np.arange(self.store.shape[1])
+        self.store[idle[:, None] & (offsets[None, :] >= cache._tree.fill[:, None])] = POISON
+
+    def _next_token(self, table: IntArray, context: int, index: int) -> int:
+        return hash_context(self._context(table, context), index)
+
+    def _context(self, table: IntArray, context: int) -> np.ndarray:
         block_size = self.store.shape[1]
-        blocks = table[: -(-context // block_size)]
+        oldest = max(0, context - self.window) if self.window else 0
+        first = oldest // block_size
+        blocks = table[first : -(-context // block_size)]
         assert (blocks >= 0).all(), "an unused table entry is read"
-        entries = self.store[blocks].reshape(-1)[:context]
+        entries = self.store[blocks].reshape(-1)[oldest - first * block_size : context - first * block_size]
         assert (entries != POISON).all(), "a slot is read that nobody wrote"
-        return hash_context(entries)
+        return entries

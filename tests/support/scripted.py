@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupaged.cache.eviction import POLICIES
 from cupaged.cache.manager import CacheManager
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.engine import Engine
@@ -40,7 +41,10 @@ class PieceTokenizer:
 
 
 class ScriptedModel:
-    """Answers every sequence with its script, by sequence number (or with `default`), whatever was computed."""
+    """Answers every sequence with its script, by sequence number (or with `default`), whatever was computed.
+
+    To a beam search it offers in every step the same tokens: 2, 0 (EOS), 3, 4, ..., each less likely than the one before.
+    """
 
     def __init__(self, scripts: Mapping[int, Sequence[int]] | None = None, default: Sequence[int] = (1,)) -> None:
         self.scripts = dict(scripts or {})
@@ -53,17 +57,29 @@ class ScriptedModel:
         self.before_run(plan)
         self.plans.append(plan)
         tokens = []
-        for item in plan.sampled:
-            first = self._prompt.setdefault(item.seq_id, item.sample.position)
-            script = self.scripts.get(item.seq_id, self.default)
-            tokens.append(script[(item.sample.position - first) % len(script)])
+        for item in plan.sequences:
+            for spec in item.samples:
+                forked = spec.index > 0 and len(item.samples) == 1  # has its first token from its parent's row
+                first = self._prompt.setdefault(item.seq_id, spec.position - forked)
+                script = self.script(item.seq_id, spec.index)
+                tokens.append(script[(spec.position - first) % len(script)])
         ids = np.array(tokens, np.int32)
         reports = {
             item.seq_id: _logprobs(item.prompt_targets)
             for item in plan.sequences
             if item.prompt_targets is not None and len(item.prompt_targets)
         }
-        return ModelOutput(ids, _logprobs(ids), reports)
+        offers = {item.seq_id: _offer(item.num_candidates) for item in plan.sequences if item.num_candidates}
+        return ModelOutput(ids, _logprobs(ids), reports, offers)
+
+    def script(self, seq_id: int, index: int) -> Sequence[int]:
+        """What answer number `index` of a request says."""
+        return self.scripts.get(seq_id, self.default)
+
+
+def _offer(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """`count` tokens and their logprobs, -1/4, -2/4, ..."""
+    return np.array([2, EOS, *range(3, count + 1)], np.int32), -np.arange(1, count + 1, dtype=np.float32) / 4
 
 
 def _logprobs(ids: np.ndarray) -> TokenLogprobs:
@@ -100,7 +116,7 @@ def make_engine(
         eos_token_ids=eos_token_ids,
     )
     scheduler = Scheduler(
-        CacheManager(num_blocks, block_size),
+        CacheManager(num_blocks, block_size, prefix_cache=config.prefix_cache, eviction=POLICIES[config.eviction]),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
     )

@@ -1,4 +1,4 @@
-"""An LLM that says "Hello world." to everything, for the command line's tests; `python -m tests.support.scripted_llm` is
+"""An LLM that says "Hello world." to everything ("Hello world.1" as the second of several answers), for the command line's tests; `python -m tests.support.scripted_llm` is
 the `cupaged` command on top of it. $SCRIPTED_DELAY makes every step take so many seconds; the file $SCRIPTED_MARK appears
 when the first one begins."""
 
@@ -27,10 +27,13 @@ class ChatTokenizer(PieceTokenizer):
     space_prefix = False
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}|" for m in messages))
+        return self.encode(self.render_chat(messages))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}|" for m in messages)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.pieces[i] for i in ids)
+        return "".join(self.pieces[i] for i in ids if i != EOS)
 
 
 class ScriptedLLM:
@@ -42,27 +45,30 @@ class ScriptedLLM:
         ScriptedLLM.last = self
         self.model, self.options = model, options
         self.tokenizer = ChatTokenizer(PIECES)
-        self.script = ScriptedModel(default=[*self.tokenizer.encode(ANSWER), EOS])
+        self.script = ScriptedModel()
+        self.script.script = self._script  # type: ignore[method-assign]
         self.script.before_run = _before_step
         sizes = {"num_blocks": 64, "block_size": 4, "max_model_len": 128, "vocab_size": len(PIECES) + 1} | options
         EngineConfig.from_options(**options)
         self.engine = make_engine(self.script, PIECES, **sizes)
         self.engine.tokenizer = self.tokenizer  # type: ignore[assignment]
         self.engine.model_name = model
-        self.params: list[cupaged.SamplingParams] = []
+        self.prompts: list[str] = []
+        self.params: list[Any] = []
+        self.salts: list[str] = []
         add = self.engine.add_request
 
-        def add_request(prompt: Any, params: Any = None, *args: Any, **named: Any) -> str:
+        def add_request(prompt: Any, params: Any = None, *args: Any, cache_salt: str = "", **named: Any) -> str:
+            request_id = add(prompt, params, *args, cache_salt=cache_salt, **named)
+            self.prompts.append(prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt))
             self.params.append(params)
-            return add(prompt, params, *args, **named)
+            self.salts.append(cache_salt)
+            return request_id
 
         self.engine.add_request = add_request  # type: ignore[method-assign]
 
-    @property
-    def prompts(self) -> list[str]:
-        """What the model was asked, as text, in order."""
-        firsts = [item for plan in self.script.plans for item in plan.sequences if item.start == 0]
-        return [self.tokenizer.decode(item.token_ids.tolist()) for item in firsts]
+    def _script(self, seq_id: int, index: int) -> list[int]:
+        return [*self.tokenizer.encode(ANSWER + (str(index) if index else "")), EOS]
 
 
 def _before_step(plan: StepPlan) -> None:
