@@ -76,6 +76,7 @@ class Admission:
             adopted = self._cache.adopt(sequence.seq_id, usable[:count], request.salt)
             room = self._cache.reserve(sequence.seq_id, adopted, sequence.num_tokens) is not None
             if room and self._cache.num_free >= growth:
+                self._cache.was_of_use(usable[:adopted], request.salt)
                 sequence.num_computed = adopted
                 sequence.started = True
                 return True

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cupaged import LLM, BeamSearchParams, SamplingParams
+from cupaged.beam import BeamSearch
 from cupaged.errors import RequestError
 from tests.family_models import ROOT, config_change, plant
 from tests.support.integer_model import expected_beams
@@ -52,11 +53,10 @@ def test_a_group_that_fits_only_shared_resumes_shared(prefix_cache: bool) -> Non
     old = life.add(text(7, 500), 20)
     group = life.add(text(16), 9, n=4)
     life.finish(limit=300)
-    assert life.done[group].metrics.num_preemptions > 0
     life.check(old)
     life.check(group)
-    resumes = life.done[group].metrics.num_preemptions
-    assert life.model.computed <= 26 + (1 + resumes) * (16 + 4 * 8), "the prompt is computed once a resume"
+    assert life.done[group].metrics.num_preemptions == 1, "it comes back when there is room for all four, not for one"
+    assert life.model.computed <= 26 + 2 * (16 + 4 * 8), "the prompt is computed once a resume"
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -96,6 +96,59 @@ def test_samples_and_beams_in_a_tiny_pool(seed: int, prefix_cache: bool) -> None
         assert [tuple(a.token_ids) for a in life.done[name].outputs] == expected_beams(prompt_ids, params)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_beams_take_their_steps_together_however_much_each_has_to_compute(prefix_cache: bool) -> None:
+    """A search that resumes with a budget too small for what its beams have each for themselves."""
+    params = {"beam_width": 4, "max_tokens": 12}
+    uneven = 0
+    for first in range(8):
+        prompt = text(5, 10 * first)
+        life = Life(64, prefix_cache=prefix_cache, max_num_batched_tokens=4, max_num_seqs=4)
+        name = life.search(prompt, **params)
+        request = life.engine._live[name].request
+        for _ in range(40):
+            life.step()
+            if len(request.live) == 4 and request.live[0].num_output == 9:
+                break
+        life.engine._scheduler._preempt(request)
+        while life.engine.has_unfinished():
+            life.step()
+            uneven += life.records[-1].num_tokens < 4 and len({s.remaining for s in request.live}) > 1
+        assert [tuple(a.token_ids) for a in life.done[name].outputs] == expected_beams(np.array(prompt), BeamSearchParams(**params))
+    assert uneven, "no beam had to wait for another"
+
+
+def test_who_is_about_to_end_waits_for_those_that_fork_from_it() -> None:
+    """A group preempted one token before its end: the first sequence must not finish, and take the prompt's blocks
+    along, before the second has forked from it."""
+    life = Life(32, prefix_cache=False)
+    group = life.add(text(10), 3, n=2)
+    life.step()
+    life.step()
+    assert life.model.computed == 10 + 2
+    life.engine._scheduler._preempt(life.engine._live[group].request)
+    life.finish()
+    life.check(group)
+    assert life.model.computed == 12 + 12 + 2, "the prompt once, and two tokens of each"
+
+
+def test_nobody_forks_from_what_is_still_on_its_way() -> None:
+    """A resumed group, planned twice before anything has run: the first sequence computes, the second must wait."""
+    life = Life(32, prefix_cache=False)
+    group = life.add(text(10), 6, n=2)
+    life.step()
+    life.step()
+    scheduler = life.engine._scheduler
+    scheduler._preempt(life.engine._live[group].request)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert len(first.sequences) == 1
+    assert second.sequences == ()
+    scheduler.cancel(second)
+    scheduler.apply(first, life.model.run(first))
+    life.finish()
+    life.check(group)
+
+
 def test_a_group_may_lose_members_while_it_waits() -> None:
     life = Life(14, prefix_cache=False)
     old = life.add(text(7, 500), 20)
@@ -114,6 +167,21 @@ def test_a_group_may_lose_members_while_it_waits() -> None:
 
 
 # a request's answers
+
+
+def test_a_search_that_never_stops_early_looks_as_far_as_the_penalty_allows() -> None:
+    """A penalty below 0 makes longer answers worse: how good one could get is then judged by the present length."""
+    search = BeamSearch(BeamSearchParams(beam_width=2, length_penalty=-1.0, early_stopping="never"), 10, frozenset([0]))
+
+    def step(beams: list[tuple[int, ...]], scores: list[float], *offers: dict[int, float]) -> list[int]:
+        lists = [(np.array(list(o), np.int32), np.array(list(o.values()), np.float32)) for o in offers]
+        return [c.token_id for c in search.advance(beams, scores, lists)]
+
+    rest = {90: -50.0, 91: -51.0}
+    assert step([()], [0.0], {0: -1.0, 5: -1.25, 6: -4.0, **rest}) == [5, 6]
+    assert step([(5,), (6,)], [-1.25, -4.0], {7: -0.5, 0: -3.75, **rest}, rest) == [7, 90], "-1.75 * 2 is above -5 * 2"
+    step([(5, 7), (5, 90)], [-1.75, -51.25], {0: -0.25, **rest}, rest)
+    assert [answer.token_ids for answer in search.hypotheses] == [(0,), (5, 7, 0)]
 
 
 @pytest.mark.parametrize("device", ["reference", "cpu"])
@@ -154,11 +222,12 @@ def test_cumulative_logprobs_are_the_sum_of_the_tokens_logprobs() -> None:
 
 def test_best_of_gives_the_n_likeliest_by_mean_logprob() -> None:
     llm = LLM(MODEL, device="reference", **ROOMY)
-    params = {"seed": 1, "max_tokens": 12, "stop_token_ids": list(range(40, 52))}
+    params = {"seed": 2, "max_tokens": 12, "stop_token_ids": list(range(40, 52))}
     every = llm.generate([3, 4, 5], SamplingParams(n=6, **params))[0].outputs
     best = llm.generate([3, 4, 5], SamplingParams(n=2, best_of=6, **params))[0].outputs
     ranked = sorted(every, key=lambda a: -a.cumulative_logprob / len(a.token_ids))
-    assert len({len(a.token_ids) for a in every}) > 1, "else the mean is not told from the sum"
+    by_sum = sorted(every, key=lambda a: -a.cumulative_logprob)
+    assert by_sum[:2] != ranked[:2], "else the mean is not told from the sum"
     assert [a.token_ids for a in best] == [a.token_ids for a in ranked[:2]]
     assert [a.index for a in best] == [0, 1]
 

@@ -9,6 +9,7 @@ import pytest
 
 from cupaged.cache.eviction import POLICIES
 from cupaged.cache.manager import CacheManager
+from cupaged.cache.swap_space import SwapSpace
 from cupaged.errors import InvariantError
 
 
@@ -305,11 +306,27 @@ def test_policies_differ_in_what_goes_first(policy: str, room: int, kept: list[b
         c.done(seq_id, tokens)
     for seq_id, tokens in ((10, texts[1]), (11, texts[0]), (12, texts[0])):
         c.adopt(seq_id, tokens)
+        c.was_of_use(tokens)
         c.done(seq_id, tokens)
     c.compute(20, texts[2])
     c.done(20, texts[2])
     c.grow(30, 0, 4 * room)
     assert [c.cached_prefix(tokens) == 8 for tokens in texts] == kept
+
+
+def test_a_block_that_was_copied_from_was_of_use() -> None:
+    """Its beginning served somebody who went on otherwise: the other text, not asked for since, goes first."""
+    c = cache(6)
+    for seq_id, tokens in enumerate((text(8), text(8, 100))):
+        c.compute(seq_id, tokens)
+        c.done(seq_id, tokens)
+    other = np.concatenate([text(6), ids(50, 51)])
+    c.adopt(2, other[:6])
+    c.was_of_use(other[:6])
+    c.compute(2, other, start=6)
+    c.done(2, other)
+    c.grow(3, 0, 8)
+    assert (c.cached_prefix(text(8)), c.cached_prefix(text(8, 100))) == (8, 4)
 
 
 def test_reset_forgets_everything_but_what_runs() -> None:
@@ -332,3 +349,23 @@ def test_salts_keep_apart() -> None:
     c.commit(0, text(4), 4, salt="mine")
     assert c.cached_prefix(text(4)) == 0
     assert c.cached_prefix(text(4), salt="mine") == 4
+
+
+def test_host_memory_is_not_reused_before_the_plan_that_reads_it_has_run() -> None:
+    space = SwapSpace(1)
+    assert space.take({0: (ids(5), 4)}).tolist() == [[5, 0]]
+    space.done(ids(0))
+    space.give([0])
+    assert space.take({1: (ids(6), 4)}) is None
+    space.done(ids(0))
+    assert space.take({1: (ids(6), 4)}).tolist() == [[6, 0]]
+    space.check_invariants()
+
+
+def test_a_hot_prefix_does_not_make_the_eviction_queue_grow() -> None:
+    c = cache(8)
+    for seq_id in range(50):
+        c.adopt(seq_id, text(8))
+        c.compute(seq_id, text(9), start=8 if seq_id else 0)
+        c.done(seq_id, text(9))
+    assert len(c._evictable._heap) <= 2

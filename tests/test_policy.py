@@ -70,3 +70,15 @@ def test_nobody_is_passed_over_for_ever(queue: str) -> None:
             break
     assert stranger.sequences[0].finish_reason == "length"
     assert (i > MAX_TIMES_PASSED - 2) == (queue != "fcfs")
+
+
+def test_what_is_cached_under_another_salt_is_no_reason_to_go_first() -> None:
+    scheduler, model = make_scheduler(40, 4, max_seqs=1, queue="lpm"), IntegerModel(40, 4)
+    scheduler.add(make_request("first", [1] * 8, 1))
+    run(scheduler, model)
+    stranger = make_request("stranger", [1] * 9, 1, salt="other")
+    friend = make_request("friend", [1] * 4 + [7], 1)
+    scheduler.add(stranger)
+    scheduler.add(friend)
+    run(scheduler, model)
+    assert (stranger.sequences[0].finish_reason, friend.sequences[0].finish_reason) == (None, "length")

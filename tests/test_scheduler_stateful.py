@@ -220,7 +220,7 @@ def test_every_life_ends_with_the_right_answers(examples: int) -> None:
         ),
     )
     for name in counted:
-        assert getattr(SchedulerLife, name) > examples // 15, f"too few {name} to prove anything"
+        assert getattr(SchedulerLife, name), f"no {name}: this proves nothing about them"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 5, 16, 256])

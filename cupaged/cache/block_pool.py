@@ -42,7 +42,10 @@ class BlockPool:
         first = self._num_free - count
         blocks: IntArray = self._stack[first : self._num_free][::-1].copy()
         self._num_free = first
-        self.counts[blocks] = 1
+        if count == 1:  # by far the most frequent, and several times faster so
+            self.counts[blocks[0]] = 1
+        else:
+            self.counts[blocks] = 1
         self.num_held += count
         return blocks
 

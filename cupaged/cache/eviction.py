@@ -47,7 +47,7 @@ class EvictionQueue:
     """The ends of branches that nobody holds, the one that the policy values least first.
 
     A heap with lazy repair: whatever makes a node evictable offers it, and an entry that no longer holds (the node is
-    in use, was extended or is gone, or its key has changed) is put right when it comes up.
+    in use, was extended or is gone, or its key has changed) is put right when it comes up. A node has one entry at most.
     """
 
     def __init__(self, tree: PrefixTree, pool: BlockPool, policy: Callable[[Node], Key]) -> None:
@@ -59,7 +59,8 @@ class EvictionQueue:
 
     def offer(self, node: Node) -> None:
         """The node may have become evictable."""
-        if self._is_evictable(node):
+        if not node.queued and self._is_evictable(node):
+            node.queued = True
             self._offered += 1
             heapq.heappush(self._heap, (self._policy(node), self._offered, node))
 
@@ -67,6 +68,7 @@ class EvictionQueue:
         """Take the least valued block out of the tree: which one, or None if none can go."""
         while self._heap:
             key, _, node = heapq.heappop(self._heap)
+            node.queued = False
             if not self._is_evictable(node):
                 continue
             if key != self._policy(node):
@@ -81,6 +83,8 @@ class EvictionQueue:
         return None
 
     def clear(self) -> None:
+        for _, _, node in self._heap:
+            node.queued = False
         self._heap.clear()
 
     def _is_evictable(self, node: Node) -> bool:

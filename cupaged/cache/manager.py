@@ -144,10 +144,13 @@ class CacheManager:
         match = self._tree.match(tokens, salt)
         if not match.num_tokens:
             return 0
-        self._tree.touch(match.nodes)
         self._pool.hold(match.blocks)
         self._tables[seq_id] = BlockTable(match.blocks, match.num_tokens)
         return match.num_tokens
+
+    def was_of_use(self, tokens: IntArray, salt: str = "") -> None:
+        """A sequence began with these cached tokens: eviction values them higher."""
+        self._tree.touch(self._tree.match(tokens, salt).nodes)
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
         """Begin a sequence with the first `num_tokens` computed tokens of another; blocks are shared, none is copied."""

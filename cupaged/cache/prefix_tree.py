@@ -46,10 +46,11 @@ class Node:
     order       the children's keys, sorted: of all children, a neighbour of some tokens' key shares most with them
     born, used  the tree's clock when it was made, and when it was last of use
     number      its own, in the order in which nodes were made
+    queued      whether the eviction queue has an entry for it
     hits, fan   how often it was of use; how many children it ever got
     """
 
-    __slots__ = ("blocks", "born", "children", "fan", "hits", "number", "order", "parent", "tokens", "used")
+    __slots__ = ("blocks", "born", "children", "fan", "hits", "number", "order", "parent", "queued", "tokens", "used")
 
     def __init__(self, parent: Node | None, tokens: IntArray, blocks: IntArray, born: int, number: int) -> None:
         self.parent = parent
@@ -61,6 +62,7 @@ class Node:
         self.born = born
         self.used = born
         self.hits = 0
+        self.queued = False
         self.fan = 0
 
     @property
