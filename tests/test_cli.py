@@ -409,6 +409,17 @@ def test_stats(cli: Cli) -> None:
     assert {"speed", "first_token", "wasted"} <= set(values)
 
 
+def test_stats_as_json(cli: Cli) -> None:
+    lines = b'{"prompt": "0123456789", "n": 3, "max_tokens": 2}\n{"prompt": "0123456789ab", "max_tokens": 2}\n'
+    _, out, err = cli("generate", "--file", "-", "--stats", "--json", stdin=lines)
+    assert len(out.splitlines()) == 2
+    values = json.loads(err)
+    assert (values["requests"], values["cached_tokens"], values["prompt_tokens"]) == (2, 8, 22)
+    assert values["hit_rate"] == pytest.approx(8 / 22)
+    assert (values["blocks_shared_peak"], values["blocks_copied"], values["blocks_evicted"]) == (6, 2, 0)
+    assert (values["preemptions"], values["bytes_swapped"]) == (0, 0)
+
+
 def test_stats_of_sharing(cli: Cli) -> None:
     """Ten tokens in blocks of 4: two blocks and a half, which three answers share until they write."""
     lines = b'{"prompt": "0123456789", "n": 3, "max_tokens": 2}\n{"prompt": "0123456789ab", "max_tokens": 2}\n'

@@ -73,7 +73,7 @@ def command(
             batch.run(jobs, watch, _json_line if as_json else _plain)
     finally:
         if stats:
-            watch.show()
+            watch.show(as_json)
     if batch.failed:
         raise click.exceptions.Exit(1)
 

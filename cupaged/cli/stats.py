@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING
 
@@ -40,34 +41,59 @@ class Stats:
     def finished(self, output: RequestOutput) -> None:
         self._outputs.append(output)
 
-    def lines(self) -> list[tuple[str, str]]:
-        """Names and values, ready to be shown."""
+    def values(self) -> dict[str, float | int | None]:
+        """The figures by name; times in seconds, rates and shares as fractions; None: nothing came."""
         seconds = time.perf_counter() - self._started
         prompt = sum(len(output.prompt_token_ids) for output in self._outputs)
         generated = sum(len(answer.token_ids) for output in self._outputs for answer in output.outputs)
         cached = sum(output.num_cached_tokens for output in self._outputs)
-        hit_rate = 100 * cached / prompt if prompt else 0.0
         firsts = [o.metrics.first_token - o.metrics.arrival for o in self._outputs if o.metrics.first_token is not None]
         slots = self._blocks * self._block_size
-        wasted = 100 * (slots - self._slots) / slots if slots else 0.0
+        return {
+            "requests": len(self._outputs),
+            "steps": self._steps,
+            "seconds": seconds,
+            "prompt_tokens": prompt,
+            "generated_tokens": generated,
+            "tokens_per_second": generated / seconds,
+            "cached_tokens": cached,
+            "hit_rate": cached / prompt if prompt else 0.0,
+            "first_token_mean": sum(firsts) / len(firsts) if firsts else None,
+            "first_token_worst": max(firsts, default=None),
+            "block_size": self._block_size,
+            "blocks_total": self._blocks_total,
+            "blocks_used_peak": self._peak,
+            "slots_wasted": (slots - self._slots) / slots if slots else 0.0,
+            "blocks_shared_peak": self._shared,
+            "blocks_copied": self._copied,
+            "blocks_evicted": self._evicted,
+            "preemptions": self._preempted,
+            "bytes_swapped": self._swapped,
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and values, ready to be read."""
+        v = self.values()
+        mean, worst = v["first_token_mean"], v["first_token_worst"]
         return [
-            ("requests", f"{len(self._outputs)} in {self._steps} steps, {seconds:.2f} s"),
-            ("tokens", f"{prompt} prompt, {generated} generated"),
-            ("cached", f"{cached} of the prompt tokens, a hit rate of {hit_rate:.1f} %"),
-            ("speed", f"{generated / seconds:.1f} tokens/s"),
-            ("first token", f"{_milliseconds(sum(firsts) / len(firsts))} mean, {_milliseconds(max(firsts))} worst" if firsts else "none"),
-            ("blocks", f"{self._peak} of {self._blocks_total} used at the peak, {self._block_size} tokens each"),
-            ("wasted", f"{wasted:.1f} % of the used blocks' slots held nothing, over all steps"),
-            ("sharing", f"{self._shared} blocks saved at the peak, {self._copied} copied before a write"),
-            ("evicted", f"{self._evicted} cached blocks"),
-            ("preempted", f"{self._preempted} times, {self._swapped / 1e6:.1f} MB swapped"),
+            ("requests", f"{v['requests']} in {v['steps']} steps, {v['seconds']:.2f} s"),
+            ("tokens", f"{v['prompt_tokens']} prompt, {v['generated_tokens']} generated"),
+            ("cached", f"{v['cached_tokens']} of the prompt tokens, a hit rate of {v['hit_rate']:.1%}".replace("%", " %")),
+            ("speed", f"{v['tokens_per_second']:.1f} tokens/s"),
+            ("first token", "none" if mean is None or worst is None else f"{1000 * mean:.0f} ms mean, {1000 * worst:.0f} ms worst"),
+            ("blocks", f"{v['blocks_used_peak']} of {v['blocks_total']} used at the peak, {v['block_size']} tokens each"),
+            ("wasted", f"{v['slots_wasted']:.1%}".replace("%", " %") + " of the used blocks' slots held nothing, over all steps"),
+            ("sharing", f"{v['blocks_shared_peak']} blocks saved at the peak, {v['blocks_copied']} copied before a write"),
+            ("evicted", f"{v['blocks_evicted']} cached blocks"),
+            ("preempted", f"{v['preemptions']} times, {self._swapped / 1e6:.1f} MB swapped"),
         ]
 
-    def show(self) -> None:
-        """Nothing, where nothing was computed."""
-        for name, value in self.lines() if self._steps else ():
+    def show(self, as_json: bool = False) -> None:
+        """On stderr; nothing, where nothing was computed."""
+        if not self._steps:
+            return
+        if as_json:
+            click.echo(json.dumps(self.values()), err=True)
+            return
+        for name, value in self.lines():
             click.echo(f"{name:<12} {value}", err=True)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms"
