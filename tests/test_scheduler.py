@@ -324,3 +324,18 @@ def test_prompt_logprobs_are_reported_once_whatever_happens(preempt_after: int |
             scheduler._preempt(request)
     assert seen == reports
     assert [c.token_id for c in request.prompt_candidates] == [11, 12, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 8])
+def test_a_window_keeps_every_block_it_reads_and_no_other(window: int) -> None:
+    scheduler = make_scheduler(16, window=window)
+    model = IntegerModel(16, 4, window)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    sequence = scheduler.add(make_request("a", prompt, max_tokens=12))
+    while scheduler.has_unfinished():
+        plan = scheduler.schedule()
+        item = plan.sequences[0]
+        oldest = max(0, item.start - window + 1)
+        assert np.flatnonzero(item.blocks >= 0)[0] == oldest // 4
+        scheduler.apply(plan, model.run(plan))
+    assert sequence.output_ids.tolist() == expected_output(np.array(prompt, np.int32), 12, window=window)
