@@ -10,7 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cupaged._blas import place_policy
 from cupaged._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from cupaged.outputs import RequestOutput as RequestOutput
     from cupaged.params import BeamSearchParams as BeamSearchParams
     from cupaged.params import SamplingParams as SamplingParams
-
-place_policy()
 
 _EXPORTS = {
     "BeamSearchOutput": "cupaged.outputs",

@@ -127,16 +127,20 @@ class ModelConfig:
         """Sliding window of a layer in tokens; 0 is full attention."""
         return self.layer_windows[layer] if self.layer_windows else 0
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token's keys and values take over all layers: 2 x layers x KV heads x head_dim x itemsize."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def kv_bytes_per_token(self, kv_cache_dtype: str = "float32") -> int:
+        """Bytes that one token's keys and values take: 2 x layers x KV heads x head_dim x bytes of one number (auto: 4).
+
+        In int8 every head's key and value has a float32 scale beside it.
+        """
+        head = self.head_dim + 4 if kv_cache_dtype == "int8" else self.head_dim * (2 if "16" in kv_cache_dtype else 4)
+        return 2 * self.num_layers * self.num_kv_heads * head
 
 
 # Every value an option will ever take, and which of them this version computes; the rest are refused by name.
 _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device": (("auto", "cpu", "reference"), ("cuda", "emu")),
-    "dtype": (("auto", "float32"), ("float16", "bfloat16", "int8")),
-    "kv_cache_dtype": (("auto", "float32"), ("float16", "bfloat16", "fp8", "int8")),
+    "dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ()),
+    "kv_cache_dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ("fp8",)),
     "queue": (("fcfs", "lpm", "dfs"), ()),
     "eviction": (("lru", "fifo", "lfu", "weighted"), ()),
     "preemption": (("recompute", "swap", "auto"), ()),
@@ -148,8 +152,9 @@ class EngineConfig:
     """How the engine runs. None: decided from the model and the machine.
 
     device                  auto, cpu, or reference (the plain NumPy definition of every operation: slow, exact)
-    dtype                   storage of the weights
-    kv_cache_dtype          storage of keys and values; auto: as the activations
+    dtype                   storage of the weights. auto: as in the checkpoint; int8: quantised while loading (a scale per
+                            32 weights), but blocks that are quantised already stay
+    kv_cache_dtype          storage of keys and values; auto: as the activations, float32
     block_size              tokens per KV block, 1..256
     num_blocks              KV blocks in the pool; else from kv_cache_memory; else from the machine's free memory
     kv_cache_memory         bytes for the pool
@@ -185,6 +190,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, (built, later) in _CHOICES.items():
             _check_choice(name, getattr(self, name), built, later)
+        if self.device == "reference" and (wide := {self.dtype, self.kv_cache_dtype} - {"auto", "float32"}):
+            raise ConfigError(f"device reference computes in float32 only, not {' and '.join(sorted(wide))}; use device cpu")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
         _check_range("block_size", self.block_size, 1, 256)

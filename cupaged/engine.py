@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-
 from cupaged.answer import Answer, prompt_candidates
 from cupaged.beam import BeamSearch
 from cupaged.cache.manager import CacheUsage
@@ -75,7 +73,7 @@ class Engine:
         self.observers: list[Callable[[StepRecord], None]] = []
         self._scheduler = scheduler
         self._runner = runner
-        self._block_bytes = model_config.kv_bytes_per_token(np.dtype(np.float32).itemsize) * config.block_size
+        self._block_bytes = model_config.kv_bytes_per_token(config.kv_cache_dtype) * config.block_size
         self._live: dict[str, _Live] = {}
         self._next_id = 0
         self._door = Door(model_config, config.max_model_len or model_config.max_position, tokenizer)

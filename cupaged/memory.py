@@ -40,29 +40,28 @@ def _machine_memory() -> int:
         return UNKNOWN_MEMORY
 
 
-def swap_blocks(config: EngineConfig, model: ModelConfig, itemsize: int) -> int:
+def swap_blocks(config: EngineConfig, model: ModelConfig) -> int:
     """Blocks of host memory for swapping: none where preempted requests are recomputed. Raises ConfigError for too few."""
     if config.preemption == "recompute":
         return 0
     space = DEFAULT_SWAP_SPACE if config.swap_space is None else config.swap_space
-    block_bytes = model.kv_bytes_per_token(itemsize) * config.block_size
+    block_bytes = model.kv_bytes_per_token(config.kv_cache_dtype) * config.block_size
     if space < block_bytes:
         raise ConfigError(f"swap_space ({space} bytes) holds no block: one takes {block_bytes} bytes; raise it, or use preemption recompute")
     return space // block_bytes
 
 
-def size_pool(config: EngineConfig, model: ModelConfig, itemsize: int, available: int) -> EngineConfig:
+def size_pool(config: EngineConfig, model: ModelConfig, available: int) -> EngineConfig:
     """The config with `num_blocks` and `max_model_len` decided.
 
     num_blocks, else kv_cache_memory, else the smaller of FREE_SHARE of `available` bytes and what max_num_seqs
-    sequences of max_model_len take. `itemsize` is the bytes of one stored key or value element. Where max_model_len
-    was left open, it is the model's, or what the pool holds if that is less. Raises ConfigError for a pool that
+    sequences of max_model_len take. Where max_model_len was left open, it is the model's, or what the pool holds if that is less. Raises ConfigError for a pool that
     cannot hold one sequence.
     """
     if config.max_model_len is not None and config.max_model_len > model.longest:
         raise ConfigError(f"max_model_len ({config.max_model_len}) is above the model's {model.longest} positions")
     wanted_len = config.max_model_len or model.max_position
-    block_bytes = model.kv_bytes_per_token(itemsize) * config.block_size
+    block_bytes = model.kv_bytes_per_token(config.kv_cache_dtype) * config.block_size
     blocks_per_sequence = -(-wanted_len // config.block_size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks

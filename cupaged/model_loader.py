@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import numpy as np
-
 from cupaged.artefact import Progress
 from cupaged.backends import open_backend
 from cupaged.backends.base import Backend
@@ -38,13 +36,13 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     checkpoint = open_checkpoint(resolve_model(model, progress))
     default_params = _params(checkpoint, RECOMMENDED.get(model, GenerationDefaults()))
     tokenizer = load_tokenizer(checkpoint) if _has_tokenizer(checkpoint) else None
-    config = size_pool(config, checkpoint.config, np.dtype(np.float32).itemsize, available_memory())
+    config = size_pool(config, checkpoint.config, available_memory())
     assert config.num_blocks is not None
     assert config.max_model_len is not None
 
-    num_swap_blocks = swap_blocks(config, checkpoint.config, np.dtype(np.float32).itemsize)
+    num_swap_blocks = swap_blocks(config, checkpoint.config)
     announce = None if progress is None else lambda line: progress(line, 0, 0)
-    backend = open_backend(config.device, config.threads, announce)
+    backend = open_backend(config.device, config.threads, announce, dtype=config.dtype, kv_dtype=config.kv_cache_dtype)
     try:
         llama = _load(checkpoint, backend, config.max_model_len, progress)
         runner = Runner(

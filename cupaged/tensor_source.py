@@ -26,3 +26,10 @@ class TensorSource(Protocol):
     def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
         """Rows start..stop of the first axis as float32, shape [stop - start, *shape[1:]]; all of it by default."""
         ...
+
+    def read_blocks(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        """The same rows as they are stored: uint8 [stop - start, bytes of a row], blocks in the order of the values.
+
+        Only for a tensor whose rows are whole blocks: every matrix, of which a backend knows the layout by `storage`.
+        """
+        ...

@@ -1,6 +1,6 @@
-"""Time every operation of the CPU backend at a model's shapes, and the layouts a matrix could have had.
+"""Time every operation of the CPU backend at a model's shapes, one by one.
 
-    python scripts/bench_kernels.py [--threads N] [--rows 1,4,16,64,512] [--layouts]
+    python scripts/bench_kernels.py [--threads N] [--rows 1,4,16,64,512] [--dtype float32]
 
 Default shapes: SmolLM2-135M. Times are milliseconds, the fastest of several runs; a matrix is one of several copies in
 turn, so that it comes from memory as in a real step. "a step" is all layers' share of an operation.
@@ -13,14 +13,10 @@ import time
 from collections.abc import Callable
 from itertools import cycle
 
-# isort: off
-import cupaged  # noqa: F401  # before NumPy, for its BLAS policy
 import numpy as np
-# isort: on
 
 from cupaged.backends import open_backend
-from cupaged.backends.base import AttentionBatch, Backend
-from cupaged.backends.cpu import PackedMatrix
+from cupaged.backends.base import AttentionBatch, Backend, BatchLimits
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 30, 576, 1536, 9, 3, 64, 49152
 QKV = (HEADS + 2 * KV_HEADS) * HEAD_DIM
@@ -47,18 +43,28 @@ def line(name: str, ms: float, times: int, note: str = "") -> float:
     return ms * times
 
 
-def attention_batch(context: int, sequences: int, rows: int) -> tuple[AttentionBatch, np.ndarray, np.ndarray]:
+def attention_batch(context: int, sequences: int, rows: int) -> AttentionBatch:
     """`sequences` of `context` tokens in shuffled blocks, each with its last `rows` tokens in the step."""
     blocks = -(-context // BLOCK)
     tables = np.random.default_rng(0).permutation(sequences * blocks).astype(np.int32).reshape(sequences, blocks)
     positions = np.tile(np.arange(context - rows, context, dtype=np.int32), sequences)
     slots = np.repeat(tables, rows, axis=0)[np.arange(len(positions)), positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
-    batch = AttentionBatch(
+    return AttentionBatch(
         positions, slots, tables, np.arange(0, (sequences + 1) * rows, rows, dtype=np.int32),
         np.full(sequences, context, np.int32), sequences if rows == 1 else 0, context,
     )  # fmt: skip
-    pool = (sequences * blocks, KV_HEADS, BLOCK, HEAD_DIM)
-    return batch, floats(*pool), floats(*pool)
+
+
+class Random:
+    """A TensorSource of random numbers."""
+
+    name, storage = "random", "F32"
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        return floats(len(range(self.shape[0])[start:stop]), *self.shape[1:])
 
 
 def bench_rows(backend: Backend, rows: int) -> None:
@@ -66,7 +72,7 @@ def bench_rows(backend: Backend, rows: int) -> None:
     total = 0.0
     for name, (outputs, inputs) in MATRICES.items():
         copies = 1 if name == "head" else 10
-        matrices = cycle([PackedMatrix(floats(outputs, inputs), np.empty(0, np.float32)) for _ in range(copies)])
+        matrices = cycle([backend.load_matrix([Random(outputs, inputs)]) for _ in range(copies)])
         last = min(rows, 64) if name == "head" else rows
         x, out = floats(last, inputs), floats(last, outputs)
         ms = milliseconds(lambda x=x, out=out, m=matrices: backend.linear(x, next(m), out))
@@ -77,46 +83,33 @@ def bench_rows(backend: Backend, rows: int) -> None:
     table, head_weight = floats(2048, HEAD_DIM // 2), floats(HEAD_DIM)
     sequences, per = (rows, 1) if rows <= 64 else (1, rows)
     context = 300 if per == 1 else per
-    batch, key, value = attention_batch(context, sequences, per)
-    line("add_rms_norm", milliseconds(lambda: backend.add_rms_norm(x, x, weight, 1e-5, out)), 2 * LAYERS)
+    step = attention_batch(context, sequences, per)
+    num_blocks = step.block_tables.size
+    limits = BatchLimits(rows, sequences, step.block_tables.shape[1], 1, 2048, num_blocks, BLOCK, KV_HEADS)
+    batch = backend.new_batch(limits)
+    backend.set_batch(batch, np.zeros(rows, np.int32), step)
+    key, value = (cache[0] for cache in backend.new_kv_cache(1, num_blocks, KV_HEADS, BLOCK, HEAD_DIM))
+    for cache in (key, value):
+        cache.fill(0)
+    fused = backend.load_gate_up(Random(INNER, HIDDEN), Random(INNER, HIDDEN))
+    line("linear_silu_mul", milliseconds(lambda: backend.linear_silu_mul(x, fused, gate_up, inner)), LAYERS, "(one matrix, from the cache)")
+    line("rms_norm", milliseconds(lambda: backend.rms_norm(x, weight, 1e-5, out)), 2 * LAYERS)
     line("head_rms_norm", milliseconds(lambda: backend.head_rms_norm(qkv, head_weight, head_weight, HEADS, KV_HEADS, 1e-5)), LAYERS)
     line("rope_and_cache", milliseconds(lambda: backend.rope_and_cache(qkv, table, table, batch, HEADS, key, value)), LAYERS)
-    line("silu_mul", milliseconds(lambda: backend.silu_mul(gate_up, inner)), LAYERS)
     qkv = floats(rows, QKV)
     ms = milliseconds(lambda: backend.attention(qkv, key, value, batch, HEADS, 0.125, 0, out))
     line("attention", ms, LAYERS, f"{sequences} x {per} rows over {context}: {(key.nbytes + value.nbytes) / ms / 1e6:.1f} GB/s")
-
-
-def bench_layouts(rows: int) -> None:
-    """The ways to multiply: W stored [out, in] or [in, out], and W @ x.T with its transposition back."""
-    print(f"{rows} rows, ms a matrix:      x @ W.T      x @ [in, out]      W @ x.T")
-    for name, (outputs, inputs) in MATRICES.items():
-        copies = 1 if name == "head" else 10
-        stored = [floats(outputs, inputs) for _ in range(copies)]
-        turned = [np.ascontiguousarray(w.T) for w in stored]
-        x, out = floats(rows, inputs), np.empty((rows, outputs), np.float32)
-        ways = (
-            lambda w: np.matmul(x, w[0].T, out=out),  # noqa: B023
-            lambda w: np.matmul(x, w[1], out=out),  # noqa: B023
-            lambda w: np.copyto(out, np.matmul(w[0], x.T).T),  # noqa: B023
-        )
-        for_each = [cycle(list(zip(stored, turned, strict=True))) for _ in ways]
-        times = [milliseconds(lambda way=way, ring=ring: way(next(ring))) for way, ring in zip(ways, for_each, strict=True)]
-        print(f"  {name:18}" + "".join(f"{t:16.3f}" for t in times))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rows", default="1,4,16,64,512")
-    parser.add_argument("--layouts", action="store_true", help="compare the layouts of a matrix instead")
+    parser.add_argument("--dtype", default="float32", help="how weights are kept: float32, float16, bfloat16, int8")
     options = parser.parse_args()
-    backend = open_backend("cpu", options.threads, announce=print)
+    backend = open_backend("cpu", options.threads, announce=print, dtype=options.dtype)
     for rows in map(int, options.rows.split(",")):
-        if options.layouts:
-            bench_layouts(rows)
-        else:
-            bench_rows(backend, rows)
+        bench_rows(backend, rows)
 
 
 if __name__ == "__main__":

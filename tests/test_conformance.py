@@ -8,7 +8,6 @@ arrays lie inside larger ones whose rim must stay as it was.
 from __future__ import annotations
 
 import functools
-import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,30 +15,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupaged.backends import open_backend
 from cupaged.backends.base import AttentionBatch, Backend
 from cupaged.errors import InvariantError
+from tests.support.steps import load_batch, rows_of_no_sequence, stored_slots
 
-BACKENDS = ("reference", "cpu", "cpu team", "cpu tiles")
+BACKENDS = ("reference", "cpu", "cpu team")
 RIM = 7.25
 TOLERANCE = 1e-5
 
 
 @contextmanager
 def opened(name: str) -> Iterator[Backend]:
-    """A backend by name; "cpu team" hands even the smallest work to its three threads, "cpu tiles" also tiles it."""
-    plain = name in ("reference", "cpu")
+    """A backend by name; "cpu team" hands even the smallest work to its three threads."""
     with pytest.MonkeyPatch.context() as patch:
-        if not plain:
+        if name == "cpu team":
             patch.setattr("cupaged.backends.cpu.TEAM_WORK", 0)
-        if name == "cpu tiles":
-            for constant, value in (("LONG_RUN", 1), ("TILE_KEYS", 24), ("TILE_ROWS", 40)):
-                patch.setattr(f"cupaged.backends.cpu_attention.{constant}", value)
-        yield _open(name.split()[0], threads=1 if plain else 3)
+        yield _open(name.split()[0], threads=3 if name == "cpu team" else 1)
 
 
 _open = functools.cache(open_backend)
@@ -147,7 +142,7 @@ def test_embedding_gathers_rows_and_a_tied_one_is_also_the_head(backend: Backend
     ids = np.random.default_rng(rows).integers(0, 301, rows, dtype=np.int32)
     ids[0], ids[-1] = 300, 0
     out = Output(rows, 24)
-    backend.embedding(embedding, ids, out.array)
+    backend.embedding(embedding, load_batch(backend, rows_of_no_sequence(rows), ids, vocab_size=301), out.array)
     out.check(float64(table)[ids], 0)
     if tied:
         logits = Output(rows, 301)
@@ -157,9 +152,8 @@ def test_embedding_gathers_rows_and_a_tied_one_is_also_the_head(backend: Backend
 
 @pytest.mark.parametrize("bad", [-1, 301, 2**31 - 1, -(2**31)])
 def test_a_token_id_outside_the_table_is_an_error(backend: Backend, bad: int) -> None:
-    embedding = backend.load_embedding(Stored(random(3, 301, 8)), tied=False)
     with pytest.raises(InvariantError, match="token id"):
-        backend.embedding(embedding, np.array([0, bad, 1], np.int32), np.empty((3, 8), np.float32))
+        load_batch(backend, rows_of_no_sequence(3), np.array([0, bad, 1], np.int32), vocab_size=301)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -194,15 +188,15 @@ def test_rms_norm(backend: Backend, rows: int, width: int, scale: float) -> None
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_add_rms_norm_adds_in_place_and_then_normalises(backend: Backend, rows: int) -> None:
-    residual = Output(rows, 96)
-    residual.array[:] = random(0, rows, 96)
-    total = float64(residual.array) + float64(delta := random(1, rows, 96))
-    weight, out = random(2, 96), Output(rows, 96)
-    backend.add_rms_norm(residual.array, delta, weight, 1e-6, out.array)
-    residual.check(total)
-    out.check(normed(total, weight, 1e-6))
-    assert np.array_equal(delta, random(1, rows, 96))
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 7), (3, 17), (64, 50), (576, 200)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_add_adds_to_what_is_there(backend: Backend, rows: int, inputs: int, outputs: int, biased: bool) -> None:
+    weight, bias, x = random(0, outputs, inputs), 10 * random(1, outputs), random(2, rows, inputs)
+    out = Output(rows, outputs)
+    out.array[:] = random(3, rows, outputs)
+    expected = float64(out.array) + float64(x) @ float64(weight).T + (float64(bias) if biased else 0)
+    backend.linear_add(x, backend.load_matrix([Stored(weight)], [Stored(bias)] if biased else None), out.array)
+    out.check(expected)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -221,19 +215,23 @@ def test_head_rms_norm_normalises_queries_and_keys_by_head(
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("width", [1, 17, 1536])
-def test_silu_mul(backend: Backend, rows: int, width: int) -> None:
-    gate_up, out = 3 * random(0, rows, 2 * width), Output(rows, width)
-    backend.silu_mul(gate_up, out.array)
-    gate, up = float64(gate_up[:, :width]), float64(gate_up[:, width:])
-    out.check(gate / (1 + np.exp(-gate)) * up)
+@pytest.mark.parametrize(("inputs", "width"), [(1, 1), (7, 17), (40, 96), (576, 100)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_silu_mul(backend: Backend, rows: int, inputs: int, width: int, biased: bool) -> None:
+    gate, up, x = random(0, width, inputs), random(1, width, inputs), random(2, rows, inputs)
+    biases = [random(3, width), random(4, width)]
+    matrix = backend.load_gate_up(Stored(gate), Stored(up), [Stored(b) for b in biases] if biased else None)
+    out = Output(rows, width)
+    backend.linear_silu_mul(x, matrix, np.full((rows, 2 * width), np.nan, np.float32), out.array)
+    g, u = (float64(x) @ float64(w).T + (float64(b) if biased else 0) for w, b in zip((gate, up), biases, strict=True))
+    out.check(g / (1 + np.exp(-g)) * u)
 
 
 def test_silu_is_right_number_by_number_and_neither_overflows_nor_loses_a_sign(backend: Backend) -> None:
     gate = np.concatenate([np.linspace(-60, 60, 4001), [-1e4, -200.0, 200.0, 1e4, 0.0]]).astype(np.float32)
-    gate_up, out = np.concatenate([gate, np.ones_like(gate)])[None], Output(1, len(gate))
+    matrix, out = backend.load_gate_up(Stored(gate[:, None]), Stored(np.ones_like(gate)[:, None])), Output(1, len(gate))
     with np.errstate(over="raise"):
-        backend.silu_mul(gate_up, out.array)
+        backend.linear_silu_mul(np.ones((1, 1), np.float32), matrix, np.empty((1, 2 * len(gate)), np.float32), out.array)
     x = float64(gate)
     expected = x / (1 + np.exp(-np.clip(x, -700, None)))
     assert np.allclose(out.array[0], expected, rtol=2e-6, atol=1e-30)
@@ -296,8 +294,35 @@ class Paged:
     def slot(self, s: int, position: int) -> int:
         return int(self.tables[s, position // self.block_size]) * self.block_size + position % self.block_size
 
+    def load(self, backend: Backend, window: int = 0, **changes: Any) -> Any:
+        """The backend's batch of the step."""
+        return load_batch(backend, _with(self.batch, **changes), num_blocks=self.num_blocks, block_size=self.block_size, num_kv_heads=self.kv_heads, window=window)
+
+    def empty_pool(self, backend: Backend) -> tuple[Any, Any]:
+        """One layer's caches of a backend, every byte of them a NaN's."""
+        caches = [cache[0] for cache in backend.new_kv_cache(1, self.num_blocks, self.kv_heads, self.block_size, self.head_dim)]
+        for cache in caches:
+            cache.view(np.uint8)[...] = 0xFF
+        return caches[0], caches[1]
+
+    def fill(self, backend: Backend) -> tuple[Any, Any]:
+        """The backend's caches with every token of every context in its slot."""
+        caches = self.empty_pool(backend)
+        for s, context in enumerate(self.contexts):
+            if context:
+                step = AttentionBatch(
+                    positions=np.arange(context, dtype=np.int32), slots=np.array([self.slot(s, p) for p in range(context)], np.int64),
+                    block_tables=self.tables[s : s + 1], query_start=np.array([0, context], np.int32),
+                    context_lens=np.array([context], np.int32), num_decode=0, max_context=context,
+                )  # fmt: skip
+                batch = load_batch(backend, step, num_blocks=self.num_blocks, block_size=self.block_size)
+                qkv = np.concatenate([self.keys[s], self.keys[s], self.values[s]], 1).reshape(context, -1)
+                still = np.ones((context, self.head_dim // 2), np.float32), np.zeros((context, self.head_dim // 2), np.float32)
+                backend.rope_and_cache(qkv, *still, batch, self.kv_heads, *caches)
+        return caches
+
     def pool(self) -> tuple[np.ndarray, np.ndarray]:
-        """Key and value cache with every token of every context in its slot."""
+        """Keys and values [B, K, P, D] with every token of every context in its slot."""
         key, value = np.full(self.shape, np.nan, np.float32), np.full(self.shape, np.nan, np.float32)
         for s, context in enumerate(self.contexts):
             for p in range(context):
@@ -322,12 +347,12 @@ class Paged:
         return out.reshape(self.rows, -1)
 
     def check_attention(self, backend: Backend, window: int = 0, scale: float = 0.3, tolerance: float = TOLERANCE) -> None:
-        key, value = self.pool()
-        before, out = (key.copy(), value.copy(), self.qkv.copy()), Output(self.rows, self.heads * self.head_dim)
-        backend.attention(self.qkv, key, value, self.batch, self.heads, scale, window, out.array)
+        caches = self.fill(backend)
+        before, out = (*(cache.copy() for cache in caches), self.qkv.copy()), Output(self.rows, self.heads * self.head_dim)
+        backend.attention(self.qkv, *caches, self.load(backend), self.heads, scale, window, out.array)
         out.check(self.attention(scale, window), tolerance)
-        for now, then in zip((key, value, self.qkv), before, strict=True):
-            assert np.array_equal(now, then, equal_nan=True)
+        for now, then in zip((*caches, self.qkv), before, strict=True):
+            assert np.array_equal(now.view(np.uint8), then.view(np.uint8))
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 256])
@@ -369,38 +394,6 @@ def test_large_scores_in_a_later_tile_do_not_overflow(backend: Backend) -> None:
         paged.check_attention(backend, scale=3.0, tolerance=1e-4)
 
 
-def test_scratch_does_not_grow_with_the_context() -> None:
-    backend = open_backend("cpu", threads=1)
-    for context in (600, 6000):
-        paged = Paged([context], [40], 16, 1, 2, 32)
-        pool, batch, out = paged.pool(), paged.batch, np.empty((40, 64), np.float32)
-        tracemalloc.start()
-        backend.attention(paged.qkv, *pool, batch, 2, 0.3, 0, out)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert 300_000 < peak < 1_000_000
-
-
-def test_members_multiply_on_one_blas_thread_each_and_an_error_of_one_puts_blas_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blas_threads() -> set[int]:
-        return {library["num_threads"] for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"}
-
-    def fail(*_: object) -> None:
-        assert blas_threads() <= {1}
-        raise MemoryError("a tile")
-
-    backend, paged = open_backend("cpu", threads=2), Paged([300], [300], 16, 3, 1, 64)
-    usual = blas_threads()
-    assert usual <= {2}
-    with monkeypatch.context() as patch:
-        patch.setattr("cupaged.backends.cpu_attention._long_run", fail)
-        with pytest.raises(MemoryError, match="a tile"):
-            paged.check_attention(backend)
-    assert blas_threads() == usual
-    paged.check_attention(backend)
-    assert blas_threads() == usual
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
 def test_decode_of_few_and_many_sequences_with_padded_lanes(backend: Backend, count: int) -> None:
     contexts = [1, 17, 60, 33, 2, 300, 16, 48, 15][:count]
@@ -429,7 +422,8 @@ def test_rows_of_no_sequence_are_zeros(backend: Backend) -> None:
         batch.block_tables, batch.query_start, batch.context_lens, batch.num_decode, batch.max_context,
     )  # fmt: skip
     out = Output(len(qkv), 16)
-    backend.attention(qkv, *paged.pool(), padded, 2, 0.3, 0, out.array)
+    loaded = load_batch(backend, padded, num_blocks=paged.num_blocks, block_size=4)
+    backend.attention(qkv, *paged.fill(backend), loaded, 2, 0.3, 0, out.array)
     out.check(np.concatenate([paged.attention(0.3, 0), np.zeros((extra, 16))]))
 
 
@@ -472,9 +466,19 @@ def test_a_block_outside_the_pool_is_an_error(backend: Backend, bad: int, sequen
     tables = paged.tables.copy()
     tables[sequence, 2] = bad
     with pytest.raises(InvariantError, match="block"):
-        backend.attention(
-            paged.qkv, *paged.pool(), _with(paged.batch, block_tables=tables), 1, 1.0, 0, np.empty((8, 4), np.float32)
-        )
+        paged.load(backend, block_tables=tables)
+
+
+def test_blocks_behind_the_window_may_be_missing_but_none_within(backend: Backend) -> None:
+    paged = Paged([40, 30], [1, 9], 8, 1, 1, 4)
+    caches, tables = paged.fill(backend), paged.tables.copy()
+    tables[0, :3] = tables[1, :1] = -1  # the rows see 29 .. 39 and 11 .. 29
+    out = Output(10, 4)
+    backend.attention(paged.qkv, *caches, paged.load(backend, window=11, block_tables=tables), 1, 0.3, 11, out.array)
+    out.check(paged.attention(0.3, 11))
+    tables[1, 1] = -1
+    with pytest.raises(InvariantError, match="block"):
+        paged.load(backend, window=11, block_tables=tables)
 
 
 # ---- writing the cache
@@ -489,8 +493,8 @@ def test_rope_and_cache_rotates_in_place_and_writes_the_rows_slots_only(
     batch = paged.batch
     angles = np.arange(301)[:, None] / 1e4 ** (np.arange(head_dim // 2) / head_dim * 2)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    key, value = paged.pool()
-    expected_key, expected_value = key.copy(), value.copy()
+    caches = paged.fill(backend)
+    expected_key, expected_value = paged.pool()
     expected = float64(paged.qkv).reshape(paged.rows, -1, head_dim)
     half = head_dim // 2
     for row, position in enumerate(batch.positions):
@@ -504,72 +508,107 @@ def test_rope_and_cache_rotates_in_place_and_writes_the_rows_slots_only(
             expected_value[block, :, offset] = expected[row, heads + kv_heads :]
     qkv = Output(*paged.qkv.shape)
     qkv.array[:] = paged.qkv
-    backend.rope_and_cache(qkv.array, cos, sin, batch, heads, key, value)
+    backend.rope_and_cache(qkv.array, cos, sin, paged.load(backend), heads, *caches)
     qkv.check(expected.reshape(paged.rows, -1))
-    for cache, wanted in ((key, expected_key), (value, expected_value)):
+    for cache, wanted in zip(stored_slots(backend, caches, block_size, head_dim), (expected_key, expected_value), strict=True):
         assert np.array_equal(np.isnan(cache), np.isnan(wanted))
         close(np.nan_to_num(cache), np.nan_to_num(wanted))
 
 
 @pytest.mark.parametrize(("field", "bad"), [("slots", 10**9), ("slots", 12), ("positions", 50), ("positions", -1)])
-def test_a_slot_or_position_outside_is_an_error_and_nothing_is_written(backend: Backend, field: str, bad: int) -> None:
-    rows, key = random(0, 2, 12), np.zeros((3, 1, 4, 4), np.float32)
-    value, table = key.copy(), np.ones((50, 2), np.float32)
+def test_a_slot_or_position_outside_is_an_error(backend: Backend, field: str, bad: int) -> None:
     arrays = {"positions": np.array([0, 1], np.int32), "slots": np.array([0, 1], np.int64)}
     arrays[field][1] = bad
     tables, starts, contexts = np.zeros((2, 1), np.int32), np.arange(3, dtype=np.int32), np.ones(2, np.int32)
     batch = AttentionBatch(arrays["positions"], arrays["slots"], tables, starts, contexts, 2, 1)
     with pytest.raises(InvariantError, match=field[:-1]):
-        backend.rope_and_cache(rows, table, table, batch, 1, key, value)
-    assert not key.any()
-    assert not value.any()
+        load_batch(backend, batch, num_blocks=3, block_size=4, positions=50)
+
+
+def test_a_batch_keeps_its_step_when_the_next_one_is_refused(backend: Backend) -> None:
+    paged = Paged([30], [1], 8, 1, 1, 4)
+    batch = paged.load(backend)
+    with pytest.raises(InvariantError):
+        backend.set_batch(batch, np.zeros(1, np.int32), _with(paged.batch, slots=np.array([10**6])))
+    out = Output(1, 4)
+    backend.attention(paged.qkv, *paged.fill(backend), batch, 1, 0.3, 0, out.array)
+    out.check(paged.attention(0.3, 0))
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 1, 1, 2), (3, 9, 3, 16, 64), (2, 9, 1, 3, 6)])
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_copy_blocks_copies_whole_blocks_in_all_layers(backend: Backend, shape: tuple[int, ...], count: int) -> None:
-    key, value = random(0, *shape), random(1, *shape)
-    key[:, 0, 0, 0, 0] = np.nan  # a block is copied as it is
+    caches = random_caches(backend, shape)
     order = np.random.default_rng(2).permutation(shape[1])
     pairs = np.array([[order[0], order[i + 1]] for i in range(count)], np.int32).reshape(count, 2)
-    wanted = key.copy(), value.copy()
+    wanted = [cache.copy() for cache in caches]
     for source, destination in pairs:
-        for cache, expected in zip((key, value), wanted, strict=True):
+        for cache, expected in zip(caches, wanted, strict=True):
             expected[:, destination] = cache[:, source]
-    backend.copy_blocks(key, value, pairs)
-    assert np.array_equal(key, wanted[0], equal_nan=True)
-    assert np.array_equal(value, wanted[1], equal_nan=True)
+    backend.copy_blocks(*caches, pairs)
+    for cache, expected in zip(caches, wanted, strict=True):
+        assert np.array_equal(cache.view(np.uint8), expected.view(np.uint8))
+
+
+def random_caches(backend: Backend, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A pool of [layers, blocks, heads, block size, head_dim] with random bytes, NaNs among them."""
+    caches = backend.new_kv_cache(*shape)
+    for cache in caches:
+        cache.view(np.uint8)[...] = np.random.default_rng(0).integers(0, 256, cache.view(np.uint8).shape, np.uint8)
+    return caches
 
 
 @pytest.mark.parametrize("pair", [(0, 4), (-1, 2), (5, 0)])
 def test_copying_a_block_outside_the_pool_is_an_error(backend: Backend, pair: tuple[int, int]) -> None:
-    key, value = random(0, 1, 4, 1, 2, 2), random(1, 1, 4, 1, 2, 2)
     with pytest.raises(InvariantError, match="block"):
-        backend.copy_blocks(key, value, np.array([pair], np.int32))
+        backend.copy_blocks(*random_caches(backend, (1, 4, 1, 2, 2)), np.array([pair], np.int32))
 
 
 def test_swapping_moves_whole_blocks_out_and_back(backend: Backend) -> None:
-    pool, before = (random(0, 3, 7, 2, 4, 6), random(1, 3, 7, 2, 4, 6)), (random(0, 3, 7, 2, 4, 6), random(1, 3, 7, 2, 4, 6))
+    pool = random_caches(backend, (3, 7, 2, 4, 6))
+    before = [cache.copy() for cache in pool]
     host = backend.new_swap_space(3, 5, 2, 4, 6)
     backend.swap_blocks(pool, host, np.array([[6, 0], [1, 4]], np.int32))
     for array in pool:
-        array[:, [1, 6]] = np.nan
+        array.view(np.uint8)[:, [1, 6]] = 0xFF
     backend.swap_blocks(host, pool, np.array([[4, 3], [0, 2]], np.int32))
     for array, original in zip(pool, before, strict=True):
-        assert np.array_equal(array[:, 3], original[:, 1])
-        assert np.array_equal(array[:, 2], original[:, 6])
-        assert np.array_equal(array[:, [0, 4, 5]], original[:, [0, 4, 5]])
+        now, then = array.view(np.uint8), original.view(np.uint8)
+        assert np.array_equal(now[:, 3], then[:, 1])
+        assert np.array_equal(now[:, 2], then[:, 6])
+        assert np.array_equal(now[:, [0, 4, 5]], then[:, [0, 4, 5]])
 
 
 @pytest.mark.parametrize("pair", [(7, 0), (0, 5), (-1, 0), (0, -1)])
 def test_swapping_a_block_that_is_not_there_is_an_error(backend: Backend, pair: tuple[int, int]) -> None:
-    pool = random(0, 1, 7, 1, 2, 2), random(1, 1, 7, 1, 2, 2)
+    pool = random_caches(backend, (1, 7, 1, 2, 2))
     with pytest.raises(InvariantError, match="block"):
         backend.swap_blocks(pool, backend.new_swap_space(1, 5, 1, 2, 2), np.array([pair], np.int32))
 
 
-def test_a_new_cache_has_the_documented_layout(backend: Backend) -> None:
+def test_a_new_cache_has_a_layer_and_a_block_where_the_contract_says(backend: Backend) -> None:
     for cache in backend.new_kv_cache(2, 5, 3, 16, 8):
-        assert cache.shape == (2, 5, 3, 16, 8)
-        assert cache.dtype == np.float32
+        assert len(cache) == 2
+        assert len(cache[0]) == 5
         assert cache.flags.c_contiguous
+
+
+# ---- programs
+
+
+def test_a_program_runs_its_operations_for_any_number_of_rows(backend: Backend) -> None:
+    weight, other = random(0, 40, 24), random(1, 24, 40)
+    first, second = backend.load_matrix([Stored(weight)]), backend.load_matrix([Stored(other)])
+    x, hidden = backend.empty((50, 24), np.float32), backend.empty((50, 40), np.float32)
+
+    def build(rows: int) -> None:
+        backend.linear(x[:rows], first, hidden[:rows])
+        backend.linear_add(hidden[:rows], second, x[:rows])
+
+    run = backend.record(build, 50)
+    for rows in (50, 1, 17, 50, 8):
+        x[:] = random(rows, 50, 24)
+        expected = float64(x)
+        expected[:rows] += float64(x[:rows]) @ float64(weight).T @ float64(other).T
+        run(rows)
+        close(x, expected)

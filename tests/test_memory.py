@@ -19,12 +19,12 @@ GIB = 1 << 30
 
 
 def sized(available: int = 8 * GIB, **options: object) -> tuple[int, int]:
-    config = size_pool(EngineConfig(**options), MODEL, 4, available)
+    config = size_pool(EngineConfig(**options), MODEL, available)
     return config.num_blocks, config.max_model_len
 
 
 def test_a_token_of_the_default_model_takes_46080_bytes() -> None:
-    assert MODEL.kv_bytes_per_token(4) == TOKEN_BYTES == 46080
+    assert MODEL.kv_bytes_per_token() == TOKEN_BYTES == 46080
 
 
 def test_a_quarter_of_the_free_memory() -> None:
@@ -75,15 +75,15 @@ def test_this_machine_has_memory() -> None:
 
 def test_dynamic_ntk_may_be_stretched_but_only_on_request() -> None:
     stretched = replace(MODEL, rope=RopeConfig(scaling="dynamic", factor=4.0))
-    assert size_pool(EngineConfig(), stretched, 4, 100 * GIB).max_model_len == 2048
-    assert size_pool(EngineConfig(max_model_len=8192), stretched, 4, 100 * GIB).max_model_len == 8192
+    assert size_pool(EngineConfig(), stretched, 100 * GIB).max_model_len == 2048
+    assert size_pool(EngineConfig(max_model_len=8192), stretched, 100 * GIB).max_model_len == 8192
     with pytest.raises(ConfigError, match="above the model's 8192"):
-        size_pool(EngineConfig(max_model_len=8193), stretched, 4, 100 * GIB)
+        size_pool(EngineConfig(max_model_len=8193), stretched, 100 * GIB)
 
 
 def test_swap_space_is_counted_in_blocks() -> None:
-    assert swap_blocks(EngineConfig(), MODEL, 4) == 0
-    assert swap_blocks(EngineConfig(preemption="swap"), MODEL, 4) == GIB // (16 * TOKEN_BYTES)
-    assert swap_blocks(EngineConfig(preemption="auto", swap_space=16 * TOKEN_BYTES), MODEL, 4) == 1
+    assert swap_blocks(EngineConfig(), MODEL) == 0
+    assert swap_blocks(EngineConfig(preemption="swap"), MODEL) == GIB // (16 * TOKEN_BYTES)
+    assert swap_blocks(EngineConfig(preemption="auto", swap_space=16 * TOKEN_BYTES), MODEL) == 1
     with pytest.raises(ConfigError, match=r"swap_space .5 bytes. holds no block"):
-        swap_blocks(EngineConfig(preemption="swap", swap_space=5), MODEL, 4)
+        swap_blocks(EngineConfig(preemption="swap", swap_space=5), MODEL)

@@ -45,6 +45,9 @@ class ArraySource:
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray[Any, Any]:
         return self._array[start:stop]
 
+    def read_blocks(self, start: int = 0, stop: int | None = None) -> np.ndarray[Any, Any]:
+        return self.read(start, stop).view(np.uint8)
+
 
 class RecordingBackend:
     """The loading half of a backend: keeps what it was given as plain arrays."""
@@ -54,6 +57,9 @@ class RecordingBackend:
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> Any:
         return self._stack(parts), None if bias is None else self._stack(bias)
+
+    def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> Any:
+        return self.load_matrix([gate, up], bias)
 
     def load_vector(self, source: TensorSource) -> Any:
         return self._stack([source])

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from cupaged.backends.base import Backend
 
 
-def open_backend(device: str, threads: int | None = None, announce: Callable[[str], None] | None = None) -> Backend:
+def open_backend(
+    device: str, threads: int | None = None, announce: Callable[[str], None] | None = None, dtype: str = "auto", kv_dtype: str = "auto"
+) -> Backend:
     """The backend of an EngineConfig's `device`: auto and cpu are the fast CPU, reference the plain definition.
 
     `threads` is for the CPU backend; None: the cores this process may use. `announce` is told, in a line for the user,
-    of something that takes long: kernels that have to be compiled. Raises ConfigError for another device.
+    of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are the CPU backend's. Raises
+    ConfigError for another device.
     """
     if device in ("auto", "cpu"):
-        return _open_cpu(threads, announce)
+        return _open_cpu(threads, announce, dtype, kv_dtype)
     if device == "reference":
         from cupaged.backends.reference import ReferenceBackend
 
@@ -26,13 +29,13 @@ def open_backend(device: str, threads: int | None = None, announce: Callable[[st
     raise ConfigError(f"device {device!r} is not built in this version; use auto, cpu or reference")
 
 
-def _open_cpu(threads: int | None, announce: Callable[[str], None] | None) -> Backend:
+def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str) -> Backend:
     from cupaged.backends import cpu_jit
     from cupaged.backends.cpu import CpuBackend
     from cupaged.backends.cpu_warm_up import warm_up
 
     if announce is not None and not cpu_jit.kernels_are_cached():
         announce("compiling the CPU kernels, once on this machine (10 to 30 s)")
-    backend = CpuBackend(threads)
+    backend = CpuBackend(threads, dtype, kv_dtype)
     warm_up(backend)
     return backend

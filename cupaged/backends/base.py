@@ -1,8 +1,9 @@
 """The operations a backend offers and their shape contracts. `reference.py` is their definition.
 
-The forward pass (model/llama.py) calls these on buffers that it got from `empty`, always through `out`, so that a
-backend may run them at once or record them and replay the record. `Array` is whatever the backend computes on (NumPy
-here, a device array elsewhere); only `upload` and `download` cross over.
+The forward pass (model/llama.py) calls these on buffers that it got from `empty`, always through `out`. It is recorded
+once (`record`) and replayed every step; what changes from step to step is the number of rows and the content of a
+`Batch`. `Array` is whatever the backend computes on (NumPy here, a device array elsewhere); only `upload`, `set_batch`
+and `download` cross over.
 
 Names used in shapes: T tokens of the step (rows), S sequences, R rows whose logits are wanted, V vocabulary,
 H query heads, K key/value heads, D head_dim, E hidden size, F intermediate size, B blocks in the pool, P block_size.
@@ -11,7 +12,7 @@ Activations are float32 on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,11 +26,16 @@ Matrix = Any
 """A packed weight matrix [out, in] with its optional bias; only the backend that made it knows the layout."""
 Embedding = Any
 """A packed token table [V, E]; where a model ties its head, the same object also serves `linear`."""
+Cache = Any
+"""Keys or values of one layer (or of all: indexed by layer) for every slot of the pool. Only the backend knows the layout;
+blocks are contiguous and keep their number."""
+Batch = Any
+"""A step's token ids and AttentionBatch where the backend's operations read them, made by `new_batch`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
-    """Where each row of a step reads and writes the paged cache. All arrays live on the backend.
+    """Where each row of a step reads and writes the paged cache; NumPy arrays.
 
     Rows are sorted: the first `num_decode` sequences have one row each, the others one or more.
 
@@ -39,7 +45,7 @@ class AttentionBatch:
     query_start    int32 [S + 1]   rows of sequence s are query_start[s] .. query_start[s + 1]
     context_lens   int32 [S]       tokens of context including this step's; 0: a padded lane, its output rows are zeros
     num_decode     sequences with exactly one row, all before the others
-    max_context    the largest of context_lens, known on the host
+    max_context    the largest of context_lens
     """
 
     positions: Array
@@ -49,6 +55,27 @@ class AttentionBatch:
     context_lens: Array
     num_decode: int
     max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The largest step that a Batch holds, and the bounds of everything its numbers point into.
+
+    rows, sequences, table_width    of the arrays of an AttentionBatch
+    vocab_size, positions           token ids and positions are below these
+    num_blocks, block_size, num_kv_heads    of the pool
+    window                          blocks that lie wholly further back from their first row may be missing (-1); 0: none
+    """
+
+    rows: int
+    sequences: int
+    table_width: int
+    vocab_size: int
+    positions: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int = 1
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,10 +138,36 @@ class Backend(Protocol):
         """A host array with the content of a device array; waits for the operations that write it."""
         ...
 
+    # ---- steps
+
+    def new_batch(self, limits: BatchLimits) -> Batch:
+        """Memory for the rows of one step, at fixed addresses."""
+        ...
+
+    def set_batch(self, batch: Batch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
+        """Give a batch the rows of the next step; token_ids int32 [T].
+
+        Everything is checked here, so that no operation has to: raises InvariantError, and leaves the batch as it was,
+        for a number outside the limits, or a context that its block table does not cover.
+        """
+        ...
+
+    def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
+        """The operations that `build(rows)` calls, as a function that runs them for any number of rows from 1 to `rows`.
+
+        `build` may be called at once, later, or both; it must do the same every time. Every operation in it has that
+        number of rows. The arrays that it uses belong to the record: they keep their place for as long as it lives.
+        """
+        ...
+
     # ---- weights: the backend owns their layout
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> Matrix:
         """Pack [out_i, in] tensors, stacked along `out`, with an optional bias stacked likewise ([out_i] each)."""
+        ...
+
+    def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> Matrix:
+        """Pack the two matrices of `linear_silu_mul`, each [F, in], with their optional biases ([F] each)."""
         ...
 
     def load_vector(self, source: TensorSource) -> Array:
@@ -125,30 +178,37 @@ class Backend(Protocol):
         """The token table [V, E]. `tied`: it will also be used as the matrix of `linear`."""
         ...
 
-    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
-        """Key and value pools, each [num_layers, B, K, P, D], uninitialised (possibly NaN)."""
+    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Cache, Cache]:
+        """Key and value pools of all layers, uninitialised (possibly NaN); pool[i] is the cache of layer i."""
         ...
 
-    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
+    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Cache, Cache]:
         """The same in host memory, for the blocks of preempted requests."""
         ...
 
     # ---- the forward pass
 
-    def embedding(self, table: Embedding, token_ids: Array, out: Array) -> None:
-        """out[t] = table[token_ids[t]]; token_ids int32 [T], out [T, E]."""
+    def embedding(self, table: Embedding, batch: Batch, out: Array) -> None:
+        """out[t] = table[the batch's token t]; out [T, E]."""
         ...
 
     def linear(self, x: Array, matrix: Matrix, out: Array) -> None:
         """out = x @ W.T + bias; x [T, in], out [T, out]."""
         ...
 
-    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
-        """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; x, out [T, E] (arXiv 1910.07467)."""
+    def linear_add(self, x: Array, matrix: Matrix, out: Array) -> None:
+        """out += x @ W.T + bias, in place: a product and the residual connection around it."""
         ...
 
-    def add_rms_norm(self, x: Array, delta: Array, weight: Array, eps: float, out: Array) -> None:
-        """x += delta in place, then out = rms_norm(x); all [T, E]."""
+    def linear_silu_mul(self, x: Array, matrix: Matrix, work: Array, out: Array) -> None:
+        """out = silu(x @ gate.T + its bias) * (x @ up.T + its bias); x [T, in], out [T, F].
+
+        `matrix` is from `load_gate_up`; `work` [T, 2F] is memory that the operation may use.
+        """
+        ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; x, out [T, E] (arXiv 1910.07467)."""
         ...
 
     def head_rms_norm(self, qkv: Array, q_weight: Array, k_weight: Array, num_heads: int, num_kv_heads: int, eps: float) -> None:
@@ -156,27 +216,24 @@ class Backend(Protocol):
         ...
 
     def rope_and_cache(
-        self, qkv: Array, cos: Array, sin: Array, batch: AttentionBatch, num_heads: int, key_cache: Array, value_cache: Array
+        self, qkv: Array, cos: Array, sin: Array, batch: Batch, num_heads: int, key_cache: Cache, value_cache: Cache
     ) -> None:
         """Rotate queries and keys in place, then write keys and values to their slots.
 
         qkv [T, (H + 2K) * D]; cos, sin float32 [max_model_len, D / 2], gathered by position. Pairs are (i, i + D/2).
-        key_cache, value_cache [B, K, P, D]: one layer of the pool. A row with slot -1 writes nothing.
+        key_cache, value_cache: one layer of the pool. A row with slot -1 writes nothing.
         """
         ...
 
     def attention(
-        self, qkv: Array, key_cache: Array, value_cache: Array, batch: AttentionBatch, num_heads: int, scale: float, window: int, out: Array
+        self, qkv: Array, key_cache: Cache, value_cache: Cache, batch: Batch, num_heads: int, scale: float, window: int, out: Array
     ) -> None:
         """Causal attention of every row over its sequence's blocks; out [T, H * D].
 
         The row at position p of a sequence sees positions max(0, p - window + 1) .. p (window 0: from 0). Query head
-        h reads key/value head h // (H / K). Slots past the context are never used, whatever they hold.
+        h reads key/value head h // (H / K). Slots past the context are never used, whatever they hold. Rows of no sequence
+        are zeros.
         """
-        ...
-
-    def silu_mul(self, gate_up: Array, out: Array) -> None:
-        """out = silu(gate) * up; gate_up [T, 2F] holds gate first, out [T, F]."""
         ...
 
     def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
@@ -206,12 +263,12 @@ class Backend(Protocol):
 
     # ---- cache maintenance
 
-    def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:
+    def copy_blocks(self, key_cache: Cache, value_cache: Cache, pairs: npt.NDArray[np.int32]) -> None:
         """Copy whole blocks over all layers; pairs int32 [n, 2] (source, destination), destinations disjoint from sources."""
         ...
 
     def swap_blocks(
-        self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32]
+        self, source: tuple[Cache, Cache], target: tuple[Cache, Cache], pairs: npt.NDArray[np.int32]
     ) -> None:
         """Copy whole blocks over all layers between two (key, value) stores, the pool and the swap space, either way;
         pairs int32 [n, 2] (block of `source`, block of `target`), targets distinct."""

@@ -1,91 +1,93 @@
-"""The fast CPU: BLAS for the matrices, Numba kernels for everything else, over NumPy float32 arrays.
+"""The fast CPU: packed weights, a paged cache and the kernels over both, all compiled by Numba for this processor.
 
-Weights stay as they are stored, [out, in]: one token is a matrix-vector product, a few tokens are W @ x.T (transposed
-back by a kernel; OpenBLAS splits the long side over its threads), many are x @ W.T. So a tied embedding is one array,
-and loading is a copy. scripts/bench_kernels.py times the alternatives.
+Every operation is a row of numbers for cpu_program. Called by itself it runs at once; while a forward pass is being
+recorded it is only noted, and the whole table is later run by all threads in one call. Nothing here uses BLAS.
 
-Threads: kernels run in a Team of our own; BLAS has its own threads, whose number is set for the whole process when a
-backend is made, and to one while the Team itself multiplies (see cupaged/_blas.py for the rest of that policy). One backend may be used by one thread at a time.
+Whatever a kernel reads is checked before: shapes when an operation is called or recorded, the numbers of a step when
+they are set (cpu_batch). One backend may be used by one thread at a time.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import threadpoolctl
 
-from cupaged import _blas
-from cupaged.backends import cpu_attention, cpu_kernels, cpu_sampling, sampling
-from cupaged.backends.base import AttentionBatch, SamplingBatch
-from cupaged.backends.cpu_kernels import F32, I32
-from cupaged.backends.cpu_threads import Team
+from cupaged.backends import cpu_cache, cpu_formats, cpu_gemm, cpu_paged_attention, cpu_rows, cpu_sampling, sampling
+from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
+from cupaged.backends.cpu_batch import CpuBatch
+from cupaged.backends.cpu_formats import Format
+from cupaged.backends.cpu_jit import OperationKernel
+from cupaged.backends.cpu_program import Crew, Words, aligned, operation
+from cupaged.backends.cpu_threads import Team, usable_cores
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
-CHUNK_BYTES = 4 << 20
-"""How much of a tensor is read at once while loading."""
+TEAM_WORK = 30_000
+"""Numbers touched (about 15 us of work) from which an operation by itself is worth handing to the team."""
 
-SKINNY_ROWS = 128
-"""Up to this many rows a product is faster as W @ x.T."""
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
 
-TEAM_WORK = 100_000
-"""Numbers touched (about 50 us of work) from which a kernel is worth handing to the team."""
 
-_NO_BIAS = np.empty(0, np.float32)
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """Some columns of a matrix in one format: uint8 [groups, blocks, block_bytes], and where they begin."""
+
+    kind: Format
+    weight: npt.NDArray[np.uint8]
+    first: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
-    """weight float32 [out, in]; bias float32 [out], or [0] for none."""
+    """[inputs, columns]; parts that are stored differently are packed one by one. bias float32 [columns], or None."""
 
-    weight: F32
-    bias: F32
+    inputs: int
+    columns: int
+    parts: tuple[Packed, ...]
+    bias: F32 | None
+
+
+@dataclass
+class _Record:
+    """The operations of a program while it is built, and its number of rows when it runs."""
+
+    rows: Words = field(default_factory=lambda: np.zeros(1, np.int64))
+    operations: list[Words] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+    """Everything whose address is in the table."""
 
 
 class CpuBackend:
-    """Implements backends.base.Backend on NumPy arrays. `threads`: default, the cores this process may use."""
+    """Implements backends.base.Backend on NumPy arrays.
+
+    threads    default: the cores this process may use
+    dtype      how weights are kept: auto, float32, float16, bfloat16 or int8 (see cpu_formats.choose)
+    kv_dtype   how keys and values are kept: auto (float32), float32, float16, bfloat16 or int8
+    """
 
     name = "cpu"
 
-    def __init__(self, threads: int | None = None) -> None:
-        self.threads = threads or _blas.usable_cores()
+    def __init__(self, threads: int | None = None, dtype: str = "auto", kv_dtype: str = "auto") -> None:
+        self.threads = threads or usable_cores()
+        self.dtype = dtype
+        self._kv_kind = cpu_cache.kind_of(kv_dtype)
         self._team = Team(self.threads)
+        self._crew = Crew(self._team)
+        self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
         self._counts = sampling.TokenCounts()
-        self._blas_libraries = _controllable_blas()
-        self._set_blas_threads(self.threads)
-        if self.threads > 1 and not _blas.policy_applies() and any(library.internal_api == "openblas" for library in self._blas_libraries):
-            _warn_late()
-
-    def _run(self, work: int, kernel: Callable[..., Any], *arguments: Any) -> None:
-        if work < TEAM_WORK or self.threads == 1:
-            kernel(0, 1, *arguments)
-        else:
-            self._team.run(kernel, *arguments)
-
-    def _set_blas_threads(self, threads: int) -> None:
-        for library in self._blas_libraries:
-            library.set_num_threads(threads)
-
-    @contextmanager
-    def _one_blas_thread(self) -> Iterator[None]:
-        """Products inside run on the thread that asks: the members of the team multiply side by side."""
-        self._set_blas_threads(1)
-        try:
-            yield
-        finally:
-            self._set_blas_threads(self.threads)
+        self._record: _Record | None = None
 
     # ---- memory
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return np.empty(shape, dtype)
+        return aligned(shape, dtype)
 
     def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
@@ -93,88 +95,161 @@ class CpuBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
 
+    # ---- steps
+
+    def new_batch(self, limits: BatchLimits) -> CpuBatch:
+        return CpuBatch(limits, self.threads)
+
+    def set_batch(self, batch: CpuBatch, token_ids: I32, attention: AttentionBatch) -> None:
+        batch.set(token_ids, attention)
+
+    def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
+        record = _Record()
+        self._record = record
+        try:
+            build(rows)
+        finally:
+            self._record = None
+        table = np.stack(record.operations)
+
+        def run(rows_now: int) -> None:
+            if not 1 <= rows_now <= rows:
+                raise InvariantError(f"a program recorded for up to {rows} rows is run for {rows_now}")
+            record.rows[0] = rows_now
+            self._crew.run(table)
+
+        return run
+
+    def _do(self, kernel: OperationKernel, rows: int, words: Sequence[Any], work: int) -> None:
+        """Run or note one operation. Arrays among its words stand for their addresses."""
+        record = self._record or _Record()
+        numbers = [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words]
+        table = operation(kernel.address, record.rows, numbers)
+        if self._record is not None:
+            record.operations.append(table)
+            record.arrays += [word for word in words if isinstance(word, np.ndarray)]
+            return
+        record.rows[0] = rows
+        self._crew.run(table[None], alone=work < TEAM_WORK)
+
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
-        return PackedMatrix(_stack(parts), _NO_BIAS if bias is None else _stack(bias))
+        runs: list[list[TensorSource]] = []
+        for part in parts:
+            if runs and runs[-1][0].storage == part.storage:
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        packed, first = [], 0
+        for run in runs:
+            columns = sum(part.shape[0] for part in run)
+            packed.append(Packed(*self._pack(run), first, columns))
+            first += columns
+        return PackedMatrix(parts[0].shape[1], first, tuple(packed), _read_all(bias))
+
+    def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
+        kind = cpu_formats.choose(self.dtype, [gate, up])
+        rows, inputs = gate.shape
+        weight = self._new_matrix(kind, 2 * cpu_formats.GROUP * -(-rows // cpu_formats.GROUP), inputs)
+        half = len(weight) // 2
+        cpu_formats.pack([gate], kind, weight[:half])
+        cpu_formats.pack([up], kind, weight[half:])
+        return PackedMatrix(inputs, rows, (Packed(kind, weight, 0, rows),), _read_all(bias))
 
     def load_vector(self, source: TensorSource) -> F32:
-        return _stack([source])
+        return np.ascontiguousarray(source.read(), np.float32)
 
     def load_embedding(self, source: TensorSource, *, tied: bool) -> PackedMatrix:
-        return PackedMatrix(_stack([source]), _NO_BIAS)
+        return self.load_matrix([source])
 
-    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[F32, F32]:
-        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        return np.empty(shape, np.float32), np.empty(shape, np.float32)
+    def _pack(self, parts: Sequence[TensorSource]) -> tuple[Format, npt.NDArray[np.uint8]]:
+        kind = cpu_formats.choose(self.dtype, parts)
+        weight = self._new_matrix(kind, sum(part.shape[0] for part in parts), parts[0].shape[1])
+        cpu_formats.pack(parts, kind, weight)
+        return kind, weight
 
-    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[F32, F32]:
+    def _new_matrix(self, kind: Format, columns: int, inputs: int) -> npt.NDArray[np.uint8]:
+        return aligned(kind.packed_shape(columns, inputs), np.uint8)
+
+    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> Any:
+        return cpu_cache.new(self._kv_kind, num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+
+    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> Any:
         return self.new_kv_cache(num_layers, num_blocks, num_kv_heads, block_size, head_dim)
 
     # ---- the forward pass
 
-    def embedding(self, table: PackedMatrix, token_ids: I32, out: F32) -> None:
-        _check_within("token id", token_ids, 0, len(table.weight))
-        self._run(out.size, cpu_kernels.gather_rows, table.weight, token_ids, out)
+    def embedding(self, table: PackedMatrix, batch: CpuBatch, out: F32) -> None:
+        (part,) = table.parts
+        _expect(out.shape[1] == table.inputs and table.columns >= batch.limits.vocab_size, "embedding", out)
+        words = part.weight, part.weight.strides[0], table.inputs, batch.token_ids, out, _stride(out)
+        self._do(cpu_rows.embedding(part.kind.index), len(out), words, out.size)
 
     def linear(self, x: F32, matrix: PackedMatrix, out: F32) -> None:
-        rows = len(x)
-        if 1 < rows <= SKINNY_ROWS:
-            product = np.matmul(matrix.weight, x.T)
-            self._run(out.size, cpu_kernels.transpose_add, product, matrix.bias, out)
-            return
-        if rows == 1:
-            np.matmul(matrix.weight, x[0], out=out[0])
-        else:
-            np.matmul(x, matrix.weight.T, out=out)
-        if matrix.bias.size:
-            out += matrix.bias
+        self._products(x, matrix, out, cpu_gemm.PLAIN)
+
+    def linear_add(self, x: F32, matrix: PackedMatrix, out: F32) -> None:
+        self._products(x, matrix, out, cpu_gemm.ADD)
+
+    def linear_silu_mul(self, x: F32, matrix: PackedMatrix, work: F32, out: F32) -> None:
+        self._products(x, matrix, out, cpu_gemm.SILU)
+
+    def _products(self, x: F32, matrix: PackedMatrix, out: F32, epilogue: int) -> None:
+        _expect(x.shape == (len(out), matrix.inputs) and out.shape[1] == matrix.columns, "linear", x)
+        for part in matrix.parts:
+            first = slice(part.first, None)
+            bias = 0 if matrix.bias is None else matrix.bias[first]
+            words = (
+                *(x, _stride(x), matrix.inputs, part.weight, part.weight.strides[0], part.columns),
+                *(out[:, first], _stride(out), bias, epilogue),
+            )
+            self._do(cpu_gemm.gemm(part.kind.index), len(out), words, len(x) * part.weight.size)
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
-        self._run(x.size, cpu_kernels.rms_norm, x, weight, eps, out)
-
-    def add_rms_norm(self, x: F32, delta: F32, weight: F32, eps: float, out: F32) -> None:
-        self._run(x.size, cpu_kernels.add_rms_norm, x, delta, weight, eps, out)
+        _expect(x.shape == out.shape and len(weight) == x.shape[1], "rms_norm", x)
+        words = x, _stride(x), weight, _float(eps), x.shape[1], out, _stride(out)
+        self._do(cpu_rows.rms_norm, len(out), words, out.size)
 
     def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
-        self._run(qkv.size, cpu_kernels.head_rms_norm, qkv, q_weight, k_weight, num_heads, num_kv_heads, eps)
+        _expect(qkv.shape[1] == (num_heads + 2 * num_kv_heads) * len(q_weight) and len(k_weight) == len(q_weight), "head_rms_norm", qkv)
+        words = qkv, _stride(qkv), q_weight, k_weight, _float(eps), len(q_weight), num_heads, num_kv_heads
+        self._do(cpu_rows.head_rms_norm, len(qkv), words, qkv.size)
 
     def rope_and_cache(
-        self, qkv: F32, cos: F32, sin: F32, batch: AttentionBatch, num_heads: int, key_cache: F32, value_cache: F32
+        self, qkv: F32, cos: F32, sin: F32, batch: CpuBatch, num_heads: int, key_cache: U8, value_cache: U8
     ) -> None:
-        _check_within("position", batch.positions, 0, len(cos))
-        _check_within("slot", batch.slots, -1, key_cache.shape[0] * key_cache.shape[2])
-        self._run(
-            qkv.size, cpu_kernels.rope_and_cache, qkv, cos, sin, batch.positions, batch.slots, num_heads, key_cache, value_cache
-        )
+        kv_heads, head_dim = key_cache.shape[1], 2 * cos.shape[1]
+        self._expect_cache(key_cache, value_cache, batch, head_dim)
+        _expect(qkv.shape[1] == (num_heads + 2 * kv_heads) * head_dim and min(len(cos), len(sin)) >= batch.limits.positions, "rope_and_cache", qkv)
+        _stride(qkv)
+        words = cpu_cache.rope_and_cache_words(qkv, cos, sin, batch, num_heads, key_cache, value_cache)
+        self._do(cpu_cache.rope_and_cache(self._kv_kind.index), len(qkv), words, qkv.size)
 
     def attention(
-        self, qkv: F32, key_cache: F32, value_cache: F32, batch: AttentionBatch, num_heads: int, scale: float, window: int, out: F32
+        self, qkv: F32, key_cache: U8, value_cache: U8, batch: CpuBatch, num_heads: int, scale: float, window: int, out: F32
     ) -> None:
-        num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
-        rows = len(qkv)
-        bad = cpu_attention.first_unsound(
-            batch.positions, batch.block_tables, batch.query_start, batch.context_lens, batch.num_decode, batch.max_context, window,
-            num_blocks, block_size,
-        )  # fmt: skip
-        if bad >= 0:
-            raise InvariantError(f"sequence {bad} of the step: block, position or context out of bounds")
-        short, tiles = cpu_attention.share_out(batch, num_kv_heads, num_heads // num_kv_heads)
-        with self._one_blas_thread() if tiles else nullcontext():
-            self._run(
-                rows * batch.max_context * num_heads * head_dim // 4,
-                cpu_attention.attention,
-                qkv.reshape(rows, num_heads + 2 * num_kv_heads, head_dim), key_cache, value_cache, batch, short, tiles,
-                scale, window, out.reshape(rows, num_heads, head_dim),
-            )  # fmt: skip
-        out[batch.query_start[-1] :] = 0
+        kv_heads, head_dim, limits = key_cache.shape[1], out.shape[1] // num_heads, batch.limits
+        self._expect_cache(key_cache, value_cache, batch, head_dim)
+        _expect(qkv.shape == (len(out), (num_heads + 2 * kv_heads) * head_dim) and num_heads % kv_heads == 0, "attention", qkv)
+        if limits.window and not 1 <= window <= limits.window:
+            raise InvariantError(f"attention over a window of {window} would look behind the batch's {limits.window}")
+        self._crew.reserve(cpu_paged_attention.scratch_bytes(num_heads // kv_heads, head_dim))
+        _stride(qkv), _stride(out)
+        words = cpu_paged_attention.words(qkv, key_cache, value_cache, batch, num_heads, scale, window, out)
+        self._do(cpu_paged_attention.attention(self._kv_kind.index), len(out), words, len(out) * 1000)
 
-    def silu_mul(self, gate_up: F32, out: F32) -> None:
-        self._run(gate_up.size, cpu_kernels.silu_mul, gate_up, out)
+    def _expect_cache(self, key_cache: U8, value_cache: U8, batch: CpuBatch, head_dim: int) -> None:
+        size = cpu_cache.block_bytes(self._kv_kind, batch.limits.block_size, head_dim)
+        shape = key_cache.shape
+        fits = shape == value_cache.shape and shape[0] >= batch.limits.num_blocks and shape[2] == size
+        _expect(fits and key_cache.flags.c_contiguous and value_cache.flags.c_contiguous, "the cache", key_cache)
 
     def gather_rows(self, x: F32, rows: I32, out: F32) -> None:
-        _check_within("row", rows, 0, len(x))
-        self._run(out.size, cpu_kernels.gather_rows, x, rows, out)
+        if rows.size and not 0 <= rows.min() <= rows.max() < len(x):
+            raise InvariantError(f"row out of bounds: {rows.min()} .. {rows.max()} is not within 0 .. {len(x) - 1}")
+        _expect(out.shape == (len(rows), x.shape[1]), "gather_rows", x)
+        self._do(cpu_rows.gather_rows, len(rows), (x, _stride(x), rows, x.shape[1], out, _stride(out)), out.size)
 
     # ---- sampling
 
@@ -189,48 +264,38 @@ class CpuBackend:
 
     # ---- cache maintenance
 
-    def copy_blocks(self, key_cache: F32, value_cache: F32, pairs: I32) -> None:
-        layers, blocks = key_cache.shape[0], key_cache.shape[1]
-        _check_within("block", pairs.ravel(), 0, blocks)
-        keys, values = key_cache.reshape(layers, blocks, -1), value_cache.reshape(layers, blocks, -1)
-        self._run(len(pairs) * layers * keys.shape[2], cpu_kernels.copy_blocks, keys, values, pairs)
+    def copy_blocks(self, key_cache: U8, value_cache: U8, pairs: I32) -> None:
+        _expect_blocks(pairs, key_cache, key_cache)
+        for stored in (key_cache, value_cache):
+            cpu_cache.copy_blocks(stored, stored, pairs)
 
-    def swap_blocks(self, source: tuple[F32, F32], target: tuple[F32, F32], pairs: I32) -> None:
-        _check_within("block", np.ascontiguousarray(pairs[:, 0]), 0, source[0].shape[1])
-        _check_within("block", np.ascontiguousarray(pairs[:, 1]), 0, target[0].shape[1])
-        for source_array, target_array in zip(source, target, strict=True):
-            for layer in range(len(source_array)):  # a layer's blocks are contiguous runs: NumPy copies them as such
-                target_array[layer, pairs[:, 1]] = source_array[layer, pairs[:, 0]]
+    def swap_blocks(self, source: tuple[U8, U8], target: tuple[U8, U8], pairs: I32) -> None:
+        _expect_blocks(pairs, source[0], target[0])
+        for source_cache, target_cache in zip(source, target, strict=True):
+            cpu_cache.copy_blocks(source_cache, target_cache, pairs)
 
 
-def _stack(sources: Sequence[TensorSource]) -> F32:
-    """The tensors one after the other along their first axis, read a few MB at a time."""
-    whole = np.empty((sum(s.shape[0] for s in sources), *sources[0].shape[1:]), np.float32)
-    row_bytes = whole.itemsize * max(1, int(np.prod(whole.shape[1:])))
-    step = max(1, CHUNK_BYTES // row_bytes)
-    end = 0
-    for source in sources:
-        begin, end = end, end + source.shape[0]
-        for start in range(0, source.shape[0], step):
-            stop = min(start + step, source.shape[0])
-            whole[begin + start : begin + stop] = source.read(start, stop)
-    return whole
+def _expect_blocks(pairs: I32, source: U8, target: U8) -> None:
+    for column, stored in ((pairs[:, 0], source), (pairs[:, 1], target)):
+        if column.size and not 0 <= column.min() <= column.max() < stored.shape[1]:
+            raise InvariantError(f"block out of bounds: {column.min()} .. {column.max()} is not within 0 .. {stored.shape[1] - 1}")
 
 
-def _check_within(what: str, indices: npt.NDArray[Any], low: int, high: int) -> None:
-    at = cpu_kernels.first_outside(indices, low, high)
-    if at >= 0:
-        raise InvariantError(f"{what} out of bounds: {indices[at]} is not within {low} .. {high - 1}")
+def _read_all(sources: Sequence[TensorSource] | None) -> F32 | None:
+    return None if sources is None else np.ascontiguousarray(np.concatenate([source.read() for source in sources]), np.float32)
 
 
-def _controllable_blas() -> list[threadpoolctl.LibController]:
-    """The BLAS libraries whose threads can be told: all but, for one, Apple's Accelerate."""
-    _blas.remove_policy()
-    return list(threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers)
+def _stride(array: npt.NDArray[Any]) -> int:
+    """Bytes from one row to the next. Raises InvariantError where the numbers of a row do not lie side by side."""
+    _expect((array.ndim == 2 and array.strides[1] == array.itemsize) or array.shape[1] == 1, "an operation", array)
+    return array.strides[0]
 
 
-@cache
-def _warn_late() -> None:
-    logging.getLogger("cupaged").warning(
-        "NumPy was imported before cupaged, so its BLAS threads could not be tuned and some speed is lost: import cupaged first"
-    )
+def _float(value: float) -> int:
+    """A float32 as the word of an operation."""
+    return int(np.float32(value).view(np.uint32))
+
+
+def _expect(holds: bool, name: str, array: npt.NDArray[Any]) -> None:
+    if not holds:
+        raise InvariantError(f"{name}: an array of shape {array.shape} does not fit the others")

@@ -16,7 +16,8 @@ import hashlib
 import logging
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,16 +44,47 @@ def exact_kernel(function: F) -> F:
     return _jit(function, {"contract"})
 
 
+class OperationKernel:
+    """A kernel of a program (cpu_program.py), void(int64 team, int64 operation), by its address.
+
+    Compiled, or loaded from the disk cache, when the address is first asked for.
+    """
+
+    def __init__(self, function: Callable[[int, int], None]) -> None:
+        self._function = function
+
+    @cached_property
+    def address(self) -> int:
+        with _own_cache_folder():
+            self._compiled: Any = numba.cfunc(
+                "void(int64, int64)", error_model="numpy", fastmath={"contract"}, cache=_FOLDER is not None
+            )(self._function)
+        address = self._compiled.address
+        assert address is not None
+        return address
+
+
+def operation_kernel(function: Callable[[int, int], None]) -> OperationKernel:
+    """Compile a function of two addresses for the table of a program. The order of its sums is kept."""
+    return OperationKernel(function)
+
+
 def _jit(function: F, fast_math: set[str]) -> F:
-    # The cache folder is a process-wide setting that is read at decoration: the user's own kernels keep theirs.
+    with _own_cache_folder():
+        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fast_math, cache=_FOLDER is not None)(function)
+    return cast(F, compiled)
+
+
+@contextlib.contextmanager
+def _own_cache_folder() -> Iterator[None]:
+    """The cache folder is a process-wide setting that is read at decoration: the user's own kernels keep theirs."""
     settings: Any = numba.config
     before = settings.CACHE_DIR
     settings.CACHE_DIR = "" if _FOLDER is None else str(_FOLDER)
     try:
-        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fast_math, cache=_FOLDER is not None)(function)
+        yield
     finally:
         settings.CACHE_DIR = before
-    return cast(F, compiled)
 
 
 def kernels_are_cached() -> bool:

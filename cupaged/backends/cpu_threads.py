@@ -6,6 +6,7 @@ The calling thread is the first member. Handing over and waiting costs about 15 
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -76,3 +77,19 @@ def _work(part: int, inbox: _Inbox) -> None:
 def _stop(inboxes: list[_Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
+
+
+def usable_cores() -> int:
+    """The cores this process may use: its affinity, and under a Linux container's quota no more than that."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        cores = os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
+            quota, period = file.read().split()
+        if quota != "max":
+            cores = min(cores, max(1, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no cgroup v2 here
+        pass
+    return cores

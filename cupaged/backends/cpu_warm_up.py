@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from cupaged.backends import cpu_jit
-from cupaged.backends.base import AttentionBatch, SamplingBatch
-from cupaged.backends.cpu import CpuBackend, PackedMatrix
+from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
+from cupaged.backends.cpu import CpuBackend
 
 _HEAD_DIM = 2
 _VOCAB = 4
@@ -20,34 +21,44 @@ def warm_up(backend: CpuBackend) -> None:
 
 
 def _forward(backend: CpuBackend) -> None:
-    """A sequence with one row and one with two, in blocks of two slots; one query head and one KV head."""
-    rows, width = 3, _HEAD_DIM
-    ids = np.zeros(rows, np.int32)
-    weight, table = np.ones(width, np.float32), np.ones((4, width // 2), np.float32)
-    x, qkv = np.ones((rows, width), np.float32), np.ones((rows, 3 * width), np.float32)
-    matrix = PackedMatrix(np.ones((3 * width, width), np.float32), np.zeros(3 * width, np.float32))
-    caches = backend.new_kv_cache(1, 2, 1, 2, width)
-    for cache in caches:
-        cache.fill(0)
-    batch = AttentionBatch(
-        positions=np.array([0, 0, 1], np.int32),
-        slots=np.array([0, 2, 3], np.int64),
-        block_tables=np.array([[0], [1]], np.int32),
-        query_start=np.array([0, 1, 3], np.int32),
-        context_lens=np.array([1, 2], np.int32),
+    """One row of a model with one head, in blocks of two slots. Products in other formats compile when a model is loaded."""
+    ones = lambda *shape: np.ones(shape, np.float32)  # noqa: E731
+    x, qkv, weight, table = ones(1, _HEAD_DIM), ones(1, 3 * _HEAD_DIM), ones(_HEAD_DIM), ones(1, _HEAD_DIM // 2)
+    step = AttentionBatch(
+        positions=np.zeros(1, np.int32),
+        slots=np.zeros(1, np.int64),
+        block_tables=np.zeros((1, 1), np.int32),
+        query_start=np.array([0, 1], np.int32),
+        context_lens=np.ones(1, np.int32),
         num_decode=1,
-        max_context=2,
+        max_context=1,
     )
-    backend.embedding(matrix, ids, np.empty_like(x))
-    backend.linear(x, matrix, qkv)
+    batch = backend.new_batch(BatchLimits(rows=1, sequences=1, table_width=1, vocab_size=1, positions=1, num_blocks=1, block_size=2))
+    backend.set_batch(batch, np.zeros(1, np.int32), step)
+    key, value = (cache[0] for cache in backend.new_kv_cache(1, 1, 1, 2, _HEAD_DIM))
+    matrix = backend.load_matrix([_Ones((_HEAD_DIM, _HEAD_DIM))])
+    backend.embedding(matrix, batch, x)
+    backend.linear(x, matrix, np.empty_like(x))
     backend.rms_norm(x, weight, 1e-5, np.empty_like(x))
-    backend.add_rms_norm(x, x.copy(), weight, 1e-5, np.empty_like(x))
     backend.head_rms_norm(qkv, weight, weight, 1, 1, 1e-5)
-    backend.rope_and_cache(qkv, table, table, batch, 1, caches[0][0], caches[1][0])
-    backend.attention(qkv, caches[0][0], caches[1][0], batch, 1, 1.0, 0, np.empty_like(x))
-    backend.silu_mul(np.ones((rows, 2 * width), np.float32), np.empty_like(x))
-    backend.gather_rows(x, ids, np.empty_like(x))
-    backend.copy_blocks(*caches, np.array([[0, 1]], np.int32))
+    backend.rope_and_cache(qkv, table, table, batch, 1, key, value)
+    backend.attention(qkv, key, value, batch, 1, 1.0, 0, np.empty_like(x))
+    backend.gather_rows(x, np.zeros(1, np.int32), np.empty_like(x))
+
+
+class _Ones:
+    """A TensorSource of ones."""
+
+    name, storage = "ones", "F32"
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def read(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.float32]:
+        return np.ones((len(range(self.shape[0])[start:stop]), *self.shape[1:]), np.float32)
+
+    def read_blocks(self, start: int = 0, stop: int | None = None) -> npt.NDArray[np.uint8]:
+        return self.read(start, stop).view(np.uint8)
 
 
 def _sampling(backend: CpuBackend) -> None:

@@ -7,7 +7,7 @@ indices would otherwise turn a wrong block into a plausible one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends import sampling
-from cupaged.backends.base import AttentionBatch, SamplingBatch
+from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
+
+
+@dataclass
+class ReferenceBatch:
+    """The last step that was set."""
+
+    limits: BatchLimits
+    token_ids: I32
+    attention: AttentionBatch | None = None
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,26 @@ class ReferenceBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
 
+    # ---- steps
+
+    def new_batch(self, limits: BatchLimits) -> ReferenceBatch:
+        return ReferenceBatch(limits, np.empty(0, np.int32))
+
+    def set_batch(self, batch: ReferenceBatch, token_ids: I32, attention: AttentionBatch) -> None:
+        check_batch(batch.limits, token_ids, attention)
+        batch.token_ids, batch.attention = token_ids, attention
+
+    def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
+        return build
+
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> DenseMatrix:
         weight = np.concatenate([part.read() for part in parts])
         return DenseMatrix(weight, None if bias is None else np.concatenate([part.read() for part in bias]))
+
+    def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> DenseMatrix:
+        return self.load_matrix([gate, up], bias)
 
     def load_vector(self, source: TensorSource) -> F32:
         return source.read()
@@ -74,20 +98,28 @@ class ReferenceBackend:
 
     # ---- the forward pass
 
-    def embedding(self, table: DenseMatrix, token_ids: I32, out: F32) -> None:
-        _check_indices("token id", token_ids, len(table.weight))
-        out[:] = table.weight[token_ids]
+    def embedding(self, table: DenseMatrix, batch: ReferenceBatch, out: F32) -> None:
+        out[:] = table.weight[batch.token_ids]
 
     def linear(self, x: F32, matrix: DenseMatrix, out: F32) -> None:
         out[:] = x @ matrix.weight.T
         if matrix.bias is not None:
             out += matrix.bias
 
-    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
-        out[:] = _rms_norm(x, weight, eps)
+    def linear_add(self, x: F32, matrix: DenseMatrix, out: F32) -> None:
+        product = np.empty_like(out)
+        self.linear(x, matrix, product)
+        out += product
 
-    def add_rms_norm(self, x: F32, delta: F32, weight: F32, eps: float, out: F32) -> None:
-        x += delta
+    def linear_silu_mul(self, x: F32, matrix: DenseMatrix, work: F32, out: F32) -> None:
+        self.linear(x, matrix, work)
+        gate, up = work[:, : out.shape[1]], work[:, out.shape[1] :]
+        # exp(-|x|) never overflows
+        e = np.exp(-np.abs(gate))
+        sigmoid = np.where(gate >= 0, np.float32(1), e) / (1 + e)
+        out[:] = gate * sigmoid * up
+
+    def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         out[:] = _rms_norm(x, weight, eps)
 
     def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
@@ -97,46 +129,43 @@ class ReferenceBackend:
         key[:] = _rms_norm(key, k_weight, eps)
 
     def rope_and_cache(
-        self, qkv: F32, cos: F32, sin: F32, batch: AttentionBatch, num_heads: int, key_cache: F32, value_cache: F32
+        self, qkv: F32, cos: F32, sin: F32, batch: ReferenceBatch, num_heads: int, key_cache: F32, value_cache: F32
     ) -> None:
-        num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+        num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+        rows = _rows(batch)
         heads = qkv.reshape(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
         rotated = heads[:, : num_heads + num_kv_heads]
-        _check_indices("position", batch.positions, len(cos))
-        c, s = cos[batch.positions][:, None], sin[batch.positions][:, None]
+        c, s = cos[rows.positions][:, None], sin[rows.positions][:, None]
         low, high = rotated[..., : head_dim // 2].copy(), rotated[..., head_dim // 2 :].copy()
         rotated[..., : head_dim // 2] = low * c - high * s
         rotated[..., head_dim // 2 :] = high * c + low * s
 
-        live = np.flatnonzero(batch.slots >= 0)
-        slots = batch.slots[live]
-        _check_indices("slot", slots, num_blocks * block_size)
-        if len(np.unique(slots)) != len(slots):
-            raise InvariantError("two rows of one step write the same slot")
+        live = np.flatnonzero(rows.slots >= 0)
+        slots = rows.slots[live]
         block, offset = slots // block_size, slots % block_size
         key_cache[block, :, offset] = heads[live, num_heads : num_heads + num_kv_heads]
         value_cache[block, :, offset] = heads[live, num_heads + num_kv_heads :]
 
     def attention(
-        self, qkv: F32, key_cache: F32, value_cache: F32, batch: AttentionBatch, num_heads: int, scale: float, window: int, out: F32
+        self, qkv: F32, key_cache: F32, value_cache: F32, batch: ReferenceBatch, num_heads: int, scale: float, window: int, out: F32
     ) -> None:
-        num_blocks, num_kv_heads, block_size, head_dim = key_cache.shape
+        num_kv_heads, block_size, head_dim = key_cache.shape[1:]
+        rows = _rows(batch)
         query = qkv.reshape(len(qkv), -1, head_dim)[:, :num_heads]
         result = out.reshape(len(out), num_heads, head_dim)
         result[:] = 0
-        for s, context in enumerate(batch.context_lens):
-            first, last = batch.query_start[s], batch.query_start[s + 1]
+        for s, context in enumerate(rows.context_lens):
+            first, last = rows.query_start[s], rows.query_start[s + 1]
             if context == 0:
                 continue
             # blocks that no row looks at may be gone: a sequence gives back what its window has left behind
-            skipped = max(0, batch.positions[first] - window + 1) // block_size if window else 0
-            blocks = batch.block_tables[s, skipped : -(-context // block_size)]
-            _check_indices("block", blocks, num_blocks)
+            skipped = max(0, rows.positions[first] - window + 1) // block_size if window else 0
+            blocks = rows.block_tables[s, skipped : -(-context // block_size)]
             # [blocks, K, P, D] -> [K, slots, D]
             key = key_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
             value = value_cache[blocks].swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
             for row in range(first, last):
-                position = batch.positions[row] - skipped * block_size
+                position = rows.positions[row] - skipped * block_size
                 oldest = max(0, position - window + 1) if window else 0
                 k, v = key[:, oldest : position + 1], value[:, oldest : position + 1]
                 q = query[row].reshape(num_kv_heads, -1, head_dim)
@@ -144,14 +173,6 @@ class ReferenceBackend:
                 weights = np.exp(scores - scores.max(-1, keepdims=True))
                 weights /= weights.sum(-1, keepdims=True)
                 result[row] = np.einsum("kgt,ktd->kgd", weights, v).reshape(num_heads, head_dim)
-
-    def silu_mul(self, gate_up: F32, out: F32) -> None:
-        half = gate_up.shape[1] // 2
-        gate, up = gate_up[:, :half], gate_up[:, half:]
-        # exp(-|x|) never overflows
-        e = np.exp(-np.abs(gate))
-        sigmoid = np.where(gate >= 0, np.float32(1), e) / (1 + e)
-        out[:] = gate * sigmoid * up
 
     def gather_rows(self, x: F32, rows: I32, out: F32) -> None:
         _check_indices("row", rows, len(x))
@@ -187,6 +208,12 @@ class ReferenceBackend:
             target_array[:, pairs[:, 1]] = source_array[:, pairs[:, 0]]
 
 
+def _rows(batch: ReferenceBatch) -> AttentionBatch:
+    if batch.attention is None:
+        raise InvariantError("a batch is used before it was set")
+    return batch.attention
+
+
 def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     scaled: F32 = x / np.sqrt(mean_square + np.float32(eps)) * weight
@@ -196,3 +223,36 @@ def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
 def _check_indices(what: str, indices: npt.NDArray[Any], bound: int) -> None:
     if indices.size and (indices.min() < 0 or indices.max() >= bound):
         raise InvariantError(f"{what} out of bounds: {indices.min()} .. {indices.max()} is not within 0 .. {bound - 1}")
+
+
+def check_batch(limits: BatchLimits, token_ids: I32, batch: AttentionBatch) -> None:
+    """Raise InvariantError for a step that is larger than the limits or points outside of what they bound."""
+    rows, sequences = len(token_ids), len(batch.context_lens)
+    sizes = (rows, limits.rows), (sequences, limits.sequences), (batch.block_tables.shape[1], limits.table_width)
+    if any(size > limit for size, limit in sizes) or len(batch.positions) != rows or len(batch.slots) != rows:
+        raise InvariantError(f"a step of {rows} rows and {sequences} sequences does not fit its batch")
+    _check_indices("token id", token_ids, limits.vocab_size)
+    _check_indices("position", batch.positions, limits.positions)
+    slots = batch.slots[batch.slots != -1]
+    _check_indices("slot", slots, limits.num_blocks * limits.block_size)
+    if len(np.unique(slots)) != len(slots):
+        raise InvariantError("two rows of one step write the same slot")
+    if len(batch.query_start) != sequences + 1 or batch.query_start[0] != 0 or batch.query_start[-1] > rows or len(batch.block_tables) < sequences:
+        raise InvariantError("the rows of a step do not belong to its sequences")
+    for s in range(sequences):
+        _check_sequence(limits, batch, s)
+
+
+def _check_sequence(limits: BatchLimits, batch: AttentionBatch, s: int) -> None:
+    first, last, context = int(batch.query_start[s]), int(batch.query_start[s + 1]), int(batch.context_lens[s])
+    if last < first or (s < batch.num_decode and last != first + 1):
+        raise InvariantError(f"sequence {s} of the step has {last - first} rows")
+    if not 0 <= context <= min(batch.max_context, batch.block_tables.shape[1] * limits.block_size):
+        raise InvariantError(f"sequence {s} of the step: its block table does not hold a context of {context}")
+    if context == 0 or first == last:
+        return
+    positions = batch.positions[first:last]
+    if positions[-1] >= context or (np.diff(positions) != 1).any():
+        raise InvariantError(f"sequence {s} of the step: its positions are not a run within its context")
+    oldest = max(0, int(positions[0]) - limits.window + 1) if limits.window else 0
+    _check_indices("block", batch.block_tables[s, oldest // limits.block_size : int(positions[-1]) // limits.block_size + 1], limits.num_blocks)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupaged.backends.base import AttentionBatch, Backend
+from cupaged.backends.base import AttentionBatch
 from cupaged.errors import InvariantError
 from cupaged.step_plan import IntArray, StepPlan
 
@@ -71,15 +71,3 @@ def build(plan: StepPlan) -> Batch:
         sample_rows=np.repeat(query_start[1:] - 1, samples),
     )
 
-
-def upload(attention: AttentionBatch, backend: Backend) -> AttentionBatch:
-    """The same batch with its arrays on the backend."""
-    return AttentionBatch(
-        positions=backend.upload(attention.positions),
-        slots=backend.upload(attention.slots),
-        block_tables=backend.upload(attention.block_tables),
-        query_start=backend.upload(attention.query_start),
-        context_lens=backend.upload(attention.context_lens),
-        num_decode=attention.num_decode,
-        max_context=attention.max_context,
-    )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from cupaged.backends.base import Array, Backend
+from cupaged.backends.base import Backend, Cache
 from cupaged.config import ModelConfig
 from cupaged.step_plan import StepPlan
 
 
 class KVStore:
-    """key and value, each [num_layers, num_blocks, num_kv_heads, block_size, head_dim], on the backend.
+    """Keys and values of num_blocks blocks of block_size slots, for every layer, on the backend.
 
     A block of one head is contiguous: an attention kernel reads it in one run. Uninitialised at first. Beside the pool
     there may be a swap space of the same form in host memory.
@@ -18,12 +18,13 @@ class KVStore:
         self, backend: Backend, config: ModelConfig, num_blocks: int, block_size: int, num_swap_blocks: int = 0
     ) -> None:
         self._backend = backend
+        self.num_blocks, self.block_size = num_blocks, block_size
         shape = (config.num_kv_heads, block_size, config.head_dim)
         self.key, self.value = backend.new_kv_cache(config.num_layers, num_blocks, *shape)
         self._host = backend.new_swap_space(config.num_layers, num_swap_blocks, *shape)
 
-    def layer(self, index: int) -> tuple[Array, Array]:
-        """One layer's key and value pools, each [num_blocks, num_kv_heads, block_size, head_dim]."""
+    def layer(self, index: int) -> tuple[Cache, Cache]:
+        """One layer's key and value pools."""
         return self.key[index], self.value[index]
 
     def move_blocks(self, plan: StepPlan) -> None:

@@ -6,8 +6,7 @@
         hidden += down(silu(gate) * up)         of rms_norm(hidden)
     logits = head(rms_norm(hidden))             for the rows that are asked for
 
-The residual additions are fused with the norm that follows them. Nothing here allocates and nothing here knows a
-block: a backend may record the calls and replay them.
+Nothing here allocates and nothing here knows a block: a backend records the calls once and replays them every step.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from cupaged.backends.base import Array, AttentionBatch, Backend
+from cupaged.backends.base import Array, Backend, Batch
 from cupaged.config import ModelConfig
 from cupaged.model.kv_store import KVStore
 from cupaged.model.weights import LlamaWeights
@@ -30,7 +29,6 @@ class Buffers:
     normed: Array
     qkv: Array
     attention: Array
-    delta: Array
     gate_up: Array
     activated: Array
 
@@ -42,7 +40,6 @@ class Buffers:
             "normed": config.hidden_size,
             "qkv": heads + 2 * config.num_kv_heads * config.head_dim,
             "attention": heads,
-            "delta": config.hidden_size,
             "gate_up": 2 * config.intermediate_size,
             "activated": config.intermediate_size,
         }
@@ -63,28 +60,23 @@ class Llama:
     sin: Array
 
 
-def forward(ops: Backend, model: Llama, kv: KVStore, token_ids: Array, batch: AttentionBatch, b: Buffers) -> Array:
-    """Compute all rows of a step; the normalised hidden states [T, E], ready for the head. Writes K and V to `kv`."""
+def forward(ops: Backend, model: Llama, kv: KVStore, batch: Batch, b: Buffers) -> None:
+    """Compute all rows of a step: b.normed becomes the normalised hidden states [T, E], ready for the head. K and V go to `kv`."""
     config, weights = model.config, model.weights
     heads, eps, scale = config.num_heads, config.rms_norm_eps, config.head_dim**-0.5
 
-    ops.embedding(weights.embedding, token_ids, out=b.hidden)
-    ops.rms_norm(b.hidden, weights.layers[0].input_norm, eps, out=b.normed)
+    ops.embedding(weights.embedding, batch, out=b.hidden)
     for i, layer in enumerate(weights.layers):
         key, value = kv.layer(i)
+        ops.rms_norm(b.hidden, layer.input_norm, eps, out=b.normed)
         ops.linear(b.normed, layer.qkv, out=b.qkv)
         if layer.q_norm is not None:
             ops.head_rms_norm(b.qkv, layer.q_norm, layer.k_norm, heads, config.num_kv_heads, eps)
         ops.rope_and_cache(b.qkv, model.cos, model.sin, batch, heads, key, value)
         ops.attention(b.qkv, key, value, batch, heads, scale, config.window(i), out=b.attention)
-        ops.linear(b.attention, layer.output, out=b.delta)
+        ops.linear_add(b.attention, layer.output, out=b.hidden)
 
-        ops.add_rms_norm(b.hidden, b.delta, layer.post_norm, eps, out=b.normed)
-        ops.linear(b.normed, layer.gate_up, out=b.gate_up)
-        ops.silu_mul(b.gate_up, out=b.activated)
-        ops.linear(b.activated, layer.down, out=b.delta)
-
-        last = i + 1 == config.num_layers
-        next_norm = weights.final_norm if last else weights.layers[i + 1].input_norm
-        ops.add_rms_norm(b.hidden, b.delta, next_norm, eps, out=b.normed)
-    return b.normed
+        ops.rms_norm(b.hidden, layer.post_norm, eps, out=b.normed)
+        ops.linear_silu_mul(b.normed, layer.gate_up, work=b.gate_up, out=b.activated)
+        ops.linear_add(b.activated, layer.down, out=b.hidden)
+    ops.rms_norm(b.hidden, weights.final_norm, eps, out=b.normed)

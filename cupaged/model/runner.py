@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cupaged.backends.base import Array, Backend
+from cupaged.backends.base import Array, Backend, BatchLimits
 from cupaged.model import batch as batches
 from cupaged.model import sampler
 from cupaged.model.kv_store import KVStore
@@ -24,23 +24,35 @@ class Runner:
         self._backend = backend
         self._model = model
         self._kv = kv
-        self._buffers = Buffers.allocate(backend, model.config, max_rows)
+        config = model.config
+        buffers = Buffers.allocate(backend, config, max_rows)
+        positions = len(model.cos)
+        self._batch = backend.new_batch(
+            BatchLimits(
+                rows=max_rows,
+                sequences=max_seqs,
+                table_width=-(-positions // kv.block_size),
+                vocab_size=config.vocab_size,
+                positions=positions,
+                num_blocks=kv.num_blocks,
+                block_size=kv.block_size,
+                num_kv_heads=config.num_kv_heads,
+                window=config.window_of_all,
+            )
+        )
+        self._forward = backend.record(lambda rows: forward(backend, model, kv, self._batch, buffers.first(rows)), max_rows)
+        self._hidden = buffers.normed
         logit_rows = max(max_seqs, LOGPROB_ROWS)
-        self._rows = backend.empty((logit_rows, model.config.hidden_size), np.float32)
-        self._logits = backend.empty((logit_rows, model.config.vocab_size), np.float32)
+        self._rows = backend.empty((logit_rows, config.hidden_size), np.float32)
+        self._logits = backend.empty((logit_rows, config.vocab_size), np.float32)
 
     def run(self, plan: StepPlan) -> ModelOutput:
         """Compute a (non-empty) plan: copies first, then KV writes, then the sampled tokens."""
         self._kv.move_blocks(plan)
         batch = batches.build(plan)
-        hidden = forward(
-            self._backend,
-            self._model,
-            self._kv,
-            self._backend.upload(batch.token_ids),
-            batches.upload(batch.attention, self._backend),
-            self._buffers.first(plan.num_tokens),
-        )
+        self._backend.set_batch(self._batch, batch.token_ids, batch.attention)
+        self._forward(plan.num_tokens)
+        hidden = self._hidden[: plan.num_tokens]
         prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, hidden)
         candidates = self._candidates(plan, batch.attention.query_start, hidden)
         token_ids, logprobs = self._sample(plan.samples, batch.sample_rows, hidden)

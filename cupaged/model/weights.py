@@ -132,7 +132,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, prefix: str) -> LayerWeigh
         qkv=loader.matrix([f"{attention}{part}_proj.weight" for part in "qkv"], bias=config.qkv_bias),
         output=loader.matrix([f"{attention}o_proj.weight"], bias=config.output_bias),
         post_norm=loader.vector(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=loader.matrix([f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"], bias=config.mlp_bias),
+        gate_up=loader.gate_up(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight", bias=config.mlp_bias),
         down=loader.matrix([f"{mlp}down_proj.weight"], bias=config.mlp_bias),
         q_norm=loader.vector(f"{attention}q_norm.weight") if config.qk_norm else None,
         k_norm=loader.vector(f"{attention}k_norm.weight") if config.qk_norm else None,
@@ -150,11 +150,21 @@ class _Loader:
         self._total = total
 
     def matrix(self, names: Sequence[str], bias: bool = False) -> Matrix:
-        parts = [self._tensors[name] for name in names]
-        biases = [self._tensors[name.removesuffix("weight") + "bias"] for name in names] if bias else None
+        parts, biases = self._parts(names, bias)
         packed = self._backend.load_matrix(parts, biases)
         self._count(parts + (biases or []))
         return packed
+
+    def gate_up(self, gate: str, up: str, bias: bool) -> Matrix:
+        parts, biases = self._parts([gate, up], bias)
+        packed = self._backend.load_gate_up(parts[0], parts[1], biases)
+        self._count(parts + (biases or []))
+        return packed
+
+    def _parts(self, names: Sequence[str], bias: bool) -> tuple[list[TensorSource], list[TensorSource] | None]:
+        """The matrices of these names, and the biases that belong to them."""
+        biases = [self._tensors[name.removesuffix("weight") + "bias"] for name in names] if bias else None
+        return [self._tensors[name] for name in names], biases
 
     def vector(self, name: str) -> Array:
         packed = self._backend.load_vector(self._tensors[name])

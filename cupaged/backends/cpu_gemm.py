@@ -1,0 +1,154 @@
+"""The matrix products of the CPU: y = x @ W.T straight from packed weights, with what follows a product done on the way.
+
+A task is 32 columns of y (two groups of packed ones) for up to CHUNK_ROWS rows:
+
+    few rows    weights are unpacked in registers and used at once: bound by memory
+    more rows   weights are unpacked into a panel, PANEL_ROWS of K at a time, over which register tiles pass: bound by arithmetic
+
+Both take every sum in the order of k (cpu_tile.py), so a row's result does not depend on how many rows there are. The
+sums of a task stay in scratch memory till they are whole; then comes the epilogue:
+
+    PLAIN   y = sums + bias
+    ADD     y += sums + bias
+    SILU    y = silu(gate) * up          the task's two groups are 16 columns of the gate and the same ones of up; so are
+                                         the sums, and the halves of the bias
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import carray
+
+from cupaged.backends.cpu_formats import FLOAT32, FORMATS
+from cupaged.backends.cpu_ir import (
+    F32,
+    GROUP,
+    LANES,
+    Builder,
+    Value,
+    constant,
+    emitter,
+    exp,
+    intrinsic_call,
+    load,
+    pointer_to_float32,
+    store,
+    vector,
+    word,
+)
+from cupaged.backends.cpu_jit import OperationKernel, kernel, operation_kernel
+from cupaged.backends.cpu_program import FIRST, PARTS, ROWS, SCRATCH, take_task
+from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product
+from cupaged.backends.cpu_unpack import MAX_ROWS, dot_rows, unpack_panel
+
+PLAIN, ADD, SILU = range(3)
+
+CHUNK_ROWS = 240
+"""Rows of a task: its sums and its rows of x stay in a core's second-level cache."""
+
+PANEL_ROWS = 512
+"""Rows of K in a panel: 64 KB for two groups."""
+
+SCRATCH_BYTES = CHUNK_ROWS * TILE_COLUMNS * 4 + PANEL_ROWS * TILE_COLUMNS * 4
+
+# words of an operation
+X, X_STRIDE, K, W, GROUP_BYTES, N, Y, Y_STRIDE, BIAS, EPILOGUE = range(FIRST, FIRST + 10)
+
+_ROW = TILE_COLUMNS * 4
+_PANEL_BYTES = PANEL_ROWS * GROUP * 4
+_TASKS_A_MEMBER = 16
+
+
+@emitter()
+def _silu_mul_row(b: Builder, row: Value) -> None:
+    """row[0:16] = silu(row[0:16]) * row[16:32], in place."""
+    kind, one = vector(F32, LANES), constant(F32, LANES, 1.0)
+    for lane in range(0, GROUP, LANES):
+        x, up = load(b, kind, row, 4 * lane), load(b, kind, row, 4 * (GROUP + lane))
+        e = exp(b, b.fneg(intrinsic_call(b, f"llvm.fabs.v{LANES}f32", kind, x)))  # of -|x|: never overflows
+        above = b.select(b.fcmp_ordered(">=", x, constant(F32, LANES, 0.0)), one, e)
+        store(b, b.fmul(b.fmul(x, b.fdiv(above, b.fadd(one, e))), up), row, 4 * lane)
+
+
+@kernel
+def _finish(sums: int, rows: int, epilogue: int, bias: int, up_bias: int, width: int, y: int, y_stride: int) -> None:
+    """The epilogue of a task: sums [rows][32] to `width` columns of y. All addresses are of the task's first number."""
+    for r in range(rows):
+        source = sums + r * _ROW
+        row = carray(pointer_to_float32(source), TILE_COLUMNS)
+        out = carray(pointer_to_float32(y + r * y_stride), width)
+        if bias != 0:
+            add = carray(pointer_to_float32(bias), width)
+            for c in range(width):
+                row[c] += add[c]
+        if epilogue == SILU:
+            if bias != 0:
+                add = carray(pointer_to_float32(up_bias), width)
+                for c in range(width):
+                    row[GROUP + c] += add[c]
+            _silu_mul_row(source)
+        if epilogue == ADD:
+            for c in range(width):
+                out[c] += row[c]
+        else:
+            for c in range(width):
+                out[c] = row[c]
+
+
+@cache
+def gemm(format_index: int) -> OperationKernel:
+    """The product for weights of FORMATS[format_index]; all in one function, whose constants are numbers, so that it is cached."""
+    block_k, block_bytes = FORMATS[format_index].block_k, FORMATS[format_index].block_bytes
+    is_float32 = format_index == FLOAT32.index
+
+    @operation_kernel
+    def gemm_operation(team: int, operation: int) -> None:
+        rows, columns, epilogue = word(word(operation, ROWS), 0), word(operation, N), word(operation, EPILOGUE)
+        x, x_stride, count = word(operation, X), word(operation, X_STRIDE), word(operation, K)
+        w, group_bytes = word(operation, W), word(operation, GROUP_BYTES)
+        y, y_stride, bias = word(operation, Y), word(operation, Y_STRIDE), word(operation, BIAS)
+        sums = word(team, SCRATCH)
+        panel = sums + CHUNK_ROWS * _ROW
+        groups = (columns + GROUP - 1) // GROUP
+        width = GROUP if epilogue == SILU else TILE_COLUMNS
+        tiles = (columns + width - 1) // width
+        span = max(1, tiles // (_TASKS_A_MEMBER * word(team, PARTS)))
+        spans = (tiles + span - 1) // span
+        chunks = (rows + CHUNK_ROWS - 1) // CHUNK_ROWS
+        while True:
+            task = take_task(team)
+            if task >= spans * chunks:
+                return
+            row = task // spans * CHUNK_ROWS
+            part = min(CHUNK_ROWS, rows - row)
+            tile = task % spans * span
+            for t in range(tile, min(tile + span, tiles)):
+                if epilogue == SILU:
+                    first = w + t * group_bytes
+                    second = first + groups * group_bytes
+                else:
+                    first = w + 2 * t * group_bytes
+                    second = first + group_bytes if 2 * t + 1 < groups else first
+                x_rows = x + row * x_stride
+                if part <= MAX_ROWS:
+                    dot_rows(format_index, 2, part, x_rows, x_stride, first, second - first, count // block_k, sums, _ROW)
+                else:
+                    for k in range(0, count, PANEL_ROWS):
+                        n, skip = min(PANEL_ROWS, count - k), k // block_k * block_bytes
+                        low, high = first + skip, second + skip
+                        if not is_float32:
+                            unpack_panel(format_index, low, n // block_k, panel)
+                            unpack_panel(format_index, high, n // block_k, panel + _PANEL_BYTES)
+                            low, high = panel, panel + _PANEL_BYTES
+                        rows_left = part
+                        for passes in range((part + TILE_ROWS - 1) // TILE_ROWS, 0, -1):  # tiles of about the same height
+                            r, height = part - rows_left, (rows_left + passes - 1) // passes
+                            rows_left -= height
+                            tile_product(k, height, x_rows + r * x_stride + 4 * k, x_stride, low, high, GROUP * 4, n, sums + r * _ROW, _ROW)
+                column = t * width
+                own_bias = bias + 4 * column if bias != 0 else 0
+                target = y + row * y_stride + 4 * column
+                _finish(sums, part, epilogue, own_bias, own_bias + 4 * columns, min(width, columns - column), target, y_stride)
+
+    return gemm_operation
