@@ -131,8 +131,11 @@ def gemm(format_index: int) -> OperationKernel:
                     first = w + 2 * t * group_bytes
                     second = first + group_bytes if 2 * t + 1 < groups else first
                 x_rows = x + row * x_stride
-                if part <= MAX_ROWS:
-                    dot_rows(format_index, 2, part, x_rows, x_stride, first, second - first, count // block_k, sums, _ROW)
+                if part <= 2 * MAX_ROWS:  # unpacking twice still beats the detour over a panel
+                    height = part if part <= MAX_ROWS else (part + 1) // 2
+                    for r in range(0, part, height):
+                        n = min(height, part - r)
+                        dot_rows(format_index, 2, n, x_rows + r * x_stride, x_stride, first, second - first, count // block_k, sums + r * _ROW, _ROW)
                 else:
                     for k in range(0, count, PANEL_ROWS):
                         n, skip = min(PANEL_ROWS, count - k), k // block_k * block_bytes

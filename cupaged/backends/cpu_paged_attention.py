@@ -63,7 +63,7 @@ from cupaged.backends.cpu_ir import (
     word,
 )  # fmt: skip
 from cupaged.backends.cpu_jit import OperationKernel, kernel, operation_kernel
-from cupaged.backends.cpu_program import FIRST, SCRATCH, take_task
+from cupaged.backends.cpu_program import FIRST, PARTS, SCRATCH, take_task
 from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product
 
 TILE_KEYS = 64
@@ -165,22 +165,26 @@ def attention(kind: int) -> OperationKernel:
         key_tile = states + 8 * most
         value_tile = key_tile + 4 * TILE_KEYS * head_dim
         in_place = is_float32 and block_size % GROUP == 0 and head_dim == width
+        # all KV heads of a task lie side by side in a block; where tasks are few, the team shares out the heads
+        span = kv_heads if num_tasks >= 4 * word(team, PARTS) else 1
         while True:
             number = take_task(team)
-            if number >= num_tasks:
+            if number * span >= num_tasks * kv_heads:
                 return
-            task = word(batch, TASKS) + 32 * number
+            task = word(batch, TASKS) + 32 * (number * span // kv_heads)
+            first_head = number * span % kv_heads
             sequence, first_row, rows = word(task, SEQUENCE), word(task, FIRST_ROW), word(task, ROW_COUNT)
             if sequence < 0:
                 for row in range(first_row, first_row + rows):
-                    _zero(word(operation, OUT) + row * word(operation, OUT_STRIDE), heads * head_dim)
+                    target = word(operation, OUT) + row * word(operation, OUT_STRIDE) + 4 * first_head * group * head_dim
+                    _zero(target, span * group * head_dim)
                 continue
             table = carray(pointer_to_int32(word(batch, TABLES) + sequence * word(batch, TABLE_STRIDE)), 1 << 30)
             position = np.int64(carray(pointer_to_int32(word(batch, POSITIONS) + 4 * first_row), 1)[0])
             count = rows * group
             oldest = max(0, position - window + 1) if window > 0 else 0
             context = position + rows
-            for head in range(kv_heads):
+            for head in range(first_head, first_head + span):
                 for n in range(count):
                     source = word(operation, QKV) + (first_row + n // group) * word(operation, QKV_STRIDE) + 4 * (head * group + n % group) * head_dim
                     numbers = carray(pointer_to_float32(source), head_dim)

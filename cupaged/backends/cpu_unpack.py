@@ -44,7 +44,7 @@ from cupaged.backends.cpu_ir import (
     vector,
 )
 
-MAX_ROWS = 8 if REGISTERS == 32 else 4
+MAX_ROWS = 12 if REGISTERS == 32 else 4
 """Most rows of dot_rows: beyond them unpacking once into a panel is faster."""
 
 CONVERTS_HALVES = not IS_X86 or bool(llvmlite.binding.get_host_cpu_features().get("f16c"))
