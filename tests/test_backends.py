@@ -54,6 +54,12 @@ def test_the_reference_backend_needs_no_compiler() -> None:
     python("import sys; from cupaged.backends import open_backend; open_backend('reference'); assert 'numba' not in sys.modules")
 
 
+def test_without_numba_the_cpu_is_plain_numpy_with_one_warning() -> None:
+    run = python("import sys; sys.modules['numba'] = None; from cupaged.backends import open_backend; print(open_backend('auto').name)")
+    assert run.stdout == "reference\n"
+    assert run.stderr.count("plain NumPy") == 1
+
+
 # ---- threads
 
 

@@ -24,9 +24,10 @@ def comparable(case: dict[str, Any]) -> int:
     return next((i for i, margin in enumerate(case["margin"]) if margin < MARGIN), len(case["greedy_ids"]))
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
+@pytest.fixture(scope="module", params=["reference", "cpu", "cpu float32"])
 def runner(request: pytest.FixtureRequest, smollm2_path: Path) -> Runner:
-    return open_runner(smollm2_path, request.param, NUM_BLOCKS, BLOCK_SIZE)
+    device, *dtype = request.param.split()
+    return open_runner(smollm2_path, device, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype[0] if dtype else "auto")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
@@ -36,3 +37,41 @@ def test_greedy_tokens_and_logprobs(runner: Runner, case: dict[str, Any]) -> Non
     tokens, logprobs = greedy(runner, case["prompt_ids"], count, SCATTERED, BLOCK_SIZE, chunk=100)
     assert tokens == case["greedy_ids"][:count]
     np.testing.assert_allclose(logprobs, case["logprobs"][:count], atol=2e-3)
+
+
+def logits_of(runner: Runner, prompt: list[int], chunk: int | None = None) -> np.ndarray:
+    """The logits [V] after a prompt, from the runner's own buffer."""
+    kept: list[np.ndarray] = []
+    sample = runner._backend.sample
+    runner._backend.sample = lambda logits, batch: (kept.append(logits[0].copy()), sample(logits, batch))[1]
+    try:
+        greedy(runner, prompt, 1, SCATTERED, BLOCK_SIZE, chunk)
+    finally:
+        del runner._backend.sample
+    return kept[-1]
+
+
+PROMPT = max((case["prompt_ids"] for case in CASES), key=len)[:200]
+
+
+@pytest.fixture(scope="module")
+def exact(smollm2_path: Path) -> np.ndarray:
+    return logits_of(open_runner(smollm2_path, "cpu", NUM_BLOCKS, BLOCK_SIZE, dtype="float32"), PROMPT)
+
+
+def test_weights_left_in_their_blocks_give_the_logits_of_float32(smollm2_path: Path, exact: np.ndarray) -> None:
+    blocks = logits_of(open_runner(smollm2_path, "cpu", NUM_BLOCKS, BLOCK_SIZE), PROMPT)
+    assert np.abs(blocks - exact).max() <= 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype", "loss"), [("bfloat16", "auto", 0.03), ("float16", "auto", 0.003), ("auto", "bfloat16", 0.02), ("auto", "float16", 0.002), ("auto", "int8", 0.05)])
+def test_narrower_numbers_cost_a_little_and_not_nothing(smollm2_path: Path, exact: np.ndarray, dtype: str, kv_dtype: str, loss: float) -> None:
+    narrow = logits_of(open_runner(smollm2_path, "cpu", NUM_BLOCKS, BLOCK_SIZE, dtype=dtype, kv_dtype=kv_dtype), PROMPT)
+    error = np.abs(narrow - exact).max() / np.abs(exact).max()
+    assert 1e-6 < error < loss
+
+
+def test_a_row_has_the_same_bits_in_any_chunks_and_for_any_number_of_threads(smollm2_path: Path) -> None:
+    whole = logits_of(open_runner(smollm2_path, "cpu", NUM_BLOCKS, BLOCK_SIZE, threads=1), PROMPT)
+    for threads, chunk in ((1, 7), (2, None), (3, 25)):
+        assert np.array_equal(logits_of(open_runner(smollm2_path, "cpu", NUM_BLOCKS, BLOCK_SIZE, threads=threads), PROMPT, chunk), whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,15 @@ def open_backend(
 
 
 def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str) -> Backend:
-    from cupaged.backends import cpu_jit
-    from cupaged.backends.cpu import CpuBackend
-    from cupaged.backends.cpu_warm_up import warm_up
+    try:
+        from cupaged.backends import cpu_jit
+        from cupaged.backends.cpu import CpuBackend
+        from cupaged.backends.cpu_warm_up import warm_up
+    except ImportError as error:  # Numba is not there for every platform and Python
+        from cupaged.backends.reference import ReferenceBackend
+
+        logging.getLogger("cupaged").warning("the CPU kernels cannot be compiled (%s): computing in plain NumPy, which is very slow", error)
+        return ReferenceBackend()
 
     if announce is not None and not cpu_jit.kernels_are_cached():
         announce("compiling the CPU kernels, once on this machine (10 to 30 s)")

@@ -17,8 +17,10 @@ from cupaged.params import SamplingParams
 from cupaged.step_plan import SampleSpec, ScheduledSequence, StepPlan
 
 
-def open_runner(path: Path, device: str, num_blocks: int, block_size: int, max_rows: int = 256) -> Runner:
-    backend, checkpoint = open_backend(device), open_checkpoint(path)
+def open_runner(
+    path: Path, device: str, num_blocks: int, block_size: int, max_rows: int = 256, *, dtype: str = "auto", kv_dtype: str = "auto", threads: int | None = None
+) -> Runner:
+    backend, checkpoint = open_backend(device, threads, dtype=dtype, kv_dtype=kv_dtype), open_checkpoint(path)
     cos, sin = rope_tables(checkpoint.config, num_blocks * block_size)
     model = Llama(checkpoint.config, load_weights(checkpoint, backend), backend.upload(cos), backend.upload(sin))
     kv = KVStore(backend, checkpoint.config, num_blocks, block_size)
