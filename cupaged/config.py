@@ -138,7 +138,7 @@ class ModelConfig:
 
 # Every value an option will ever take, and which of them this version computes; the rest are refused by name.
 _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "device": (("auto", "cpu", "reference"), ("cuda", "emu")),
+    "device": (("auto", "cpu", "reference", "emu"), ("cuda",)),
     "dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ()),
     "kv_cache_dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ("fp8",)),
     "queue": (("fcfs", "lpm", "dfs"), ()),
@@ -151,7 +151,8 @@ _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class EngineConfig:
     """How the engine runs. None: decided from the model and the machine.
 
-    device                  auto, cpu, or reference (the plain NumPy definition of every operation: slow, exact)
+    device                  auto, cpu, reference (the plain NumPy definition of every operation: slow, exact), or emu (the
+                            CUDA kernels on the CPU, through an emulator: very slow, for small models)
     dtype                   storage of the weights. auto: as in the checkpoint; int8: quantised while loading (a scale per
                             32 weights), but blocks that are quantised already stay
     kv_cache_dtype          storage of keys and values; auto: as the activations, float32
@@ -190,8 +191,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, (built, later) in _CHOICES.items():
             _check_choice(name, getattr(self, name), built, later)
-        if self.device == "reference" and (wide := {self.dtype, self.kv_cache_dtype} - {"auto", "float32"}):
-            raise ConfigError(f"device reference computes in float32 only, not {' and '.join(sorted(wide))}; use device cpu")
+        if self.device in ("reference", "emu") and (wide := {self.dtype, self.kv_cache_dtype} - {"auto", "float32"}):
+            raise ConfigError(f"device {self.device} computes in float32 only, not {' and '.join(sorted(wide))}; use device cpu")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
         _check_range("block_size", self.block_size, 1, 256)

@@ -10,6 +10,7 @@
     |     `- ChatTemplateError         the chat template's part: absent, broken, or refusing the messages
     |- HubError                        a model's name could not be turned into files
     |- BackendError                    a device, compiler or kernel is not usable
+    |  `- KernelError                  a kernel broke a rule of its device, or was called with wrong arguments
     `- InvariantError                  the engine's own bookkeeping is corrupt: a bug, never a user's fault
 
 Two families ask for two reactions. A caller reports a CupagedError by its message and goes on with other requests;
@@ -24,6 +25,7 @@ __all__ = [
     "CupagedError",
     "HubError",
     "InvariantError",
+    "KernelError",
     "ParameterError",
     "RequestError",
     "TokenizerError",
@@ -72,6 +74,31 @@ class HubError(CupagedError):
 
 class BackendError(CupagedError):
     """A device, a compiler or a kernel cannot be used."""
+
+
+class KernelError(BackendError):
+    """A kernel broke a rule of its device, or was called with wrong arguments.
+
+    `kind` is the rule, in two or three words ("data race"); `array` the argument or shared array, `file` and `line` the
+    place in the kernel's source, `block` and `thread` who did it, each None where it is not known.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        kernel: str,
+        kind: str,
+        array: str | None = None,
+        file: str | None = None,
+        line: int | None = None,
+        block: tuple[int, int, int] | None = None,
+        thread: tuple[int, int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kernel, self.kind, self.array = kernel, kind, array
+        self.file, self.line = file, line
+        self.block, self.thread = block, thread
 
 
 class InvariantError(CupagedError):

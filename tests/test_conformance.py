@@ -23,7 +23,7 @@ from cupaged.backends.base import AttentionBatch, Backend
 from cupaged.errors import InvariantError
 from tests.support.steps import load_batch, rows_of_no_sequence, stored_slots
 
-BACKENDS = ("reference", "cpu", "cpu team")
+BACKENDS = ("reference", "cpu", "cpu team", "emu")
 RIM = 7.25
 TOLERANCE = 1e-5
 

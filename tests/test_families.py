@@ -52,6 +52,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "cpu-block7-chunked": {"device": "cpu", "block_size": 7, "max_num_batched_tokens": 50},
     # the prompts just fit, their answers do not
     "cpu-block3-preempted": {"device": "cpu", "block_size": 3, "num_blocks": 56},
+    "emu": {"device": "emu"},
+    "emu-block7-chunked": {"device": "emu", "block_size": 7, "max_num_batched_tokens": 50},
+    "emu-block3-preempted": {"device": "emu", "block_size": 3, "num_blocks": 56},
 }
 GGUF_FILES = sorted(path.name for path in ROOT.glob("*.gguf"))
 

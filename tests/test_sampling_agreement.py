@@ -1,8 +1,8 @@
-"""The CPU's kernels choose what the definition chooses, on any batch."""
+"""The CPU's kernels and the CUDA kernels choose what the definition chooses, on any batch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from hypothesis import given, settings
@@ -10,12 +10,17 @@ from hypothesis import strategies as st
 
 from cupaged.backends import cpu_sampling, sampling
 from cupaged.backends.cpu_threads import Team
+from cupaged.backends.emu_device import EmuDevice
+from cupaged.backends.kernel_sampling import KernelSampler
 from tests.support.sampling import batch_of
 
 TEAM = Team(2)
 
 # Vocabularies around the kernels' chunks, and a real one.
 VOCABULARIES = (1, 2, 17, 1000, 1023, 1024, 1025, 2049, 49152)
+
+
+Counts = TypeVar("Counts", sampling.TokenCounts, KernelSampler)
 
 
 @st.composite
@@ -52,7 +57,7 @@ def problems(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], list[dict[str, Any]
     return logits.astype(np.float32), batch, seed
 
 
-def histories(counts: sampling.TokenCounts, num_rows: int, vocab_size: int, seed: int) -> sampling.TokenCounts:
+def histories(counts: Counts, num_rows: int, vocab_size: int, seed: int) -> Counts:
     rng = np.random.RandomState(seed)
     for row_id in range(num_rows):
         counts.set_history(row_id, *(rng.randint(vocab_size, size=rng.randint(40)).astype(np.int32) for _ in range(2)))
@@ -88,6 +93,35 @@ def test_the_same_logprobs(problem: tuple[np.ndarray[Any, Any], list[dict[str, A
     for close in (0, 3):
         np.testing.assert_allclose(got[close], expected[close], rtol=1e-6, atol=1e-12)
     assert [a.dtype for a in got] == [a.dtype for a in expected]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems())
+def test_the_cuda_kernels_choose_the_same_tokens_and_count_them(problem: tuple[np.ndarray[Any, Any], list[dict[str, Any]], int]) -> None:
+    logits, batch, seed = problem
+    num_rows, vocab_size = logits.shape
+    if vocab_size <= 4:
+        logits = np.nan_to_num(logits, neginf=-50.0)
+    counts, sampler = histories(sampling.TokenCounts(), num_rows, vocab_size, seed), KernelSampler(EmuDevice())
+    histories(sampler, num_rows, vocab_size, seed)
+    for _ in range(2):  # the second round sees what the first one counted
+        expected = sampling.sample(logits.copy(), batch_of(batch), counts)
+        tokens = sampler.sample(logits.copy(), batch_of(batch))
+        assert tokens.tolist() == expected.tolist()
+        assert tokens.dtype == expected.dtype
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(problems(), st.sampled_from([0, 1, 5, 20, 100]))
+def test_the_cuda_kernels_give_the_same_logprobs(problem: tuple[np.ndarray[Any, Any], list[dict[str, Any]], int], k: int) -> None:
+    logits, _, seed = problem
+    chosen = np.random.RandomState(seed).randint(logits.shape[1], size=len(logits)).astype(np.int32)
+    expected = sampling.token_logprobs(logits, chosen, k)
+    got = KernelSampler(EmuDevice()).token_logprobs(logits, chosen, k)
+    for exact in (1, 2):
+        assert got[exact].tolist() == expected[exact].tolist()
+    for close in (0, 3):
+        np.testing.assert_allclose(got[close], expected[close], rtol=1e-6, atol=1e-12)
 
 
 def test_the_kernels_exponential_is_exact_to_its_word() -> None:

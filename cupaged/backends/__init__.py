@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 def open_backend(
     device: str, threads: int | None = None, announce: Callable[[str], None] | None = None, dtype: str = "auto", kv_dtype: str = "auto"
 ) -> Backend:
-    """The backend of an EngineConfig's `device`: auto and cpu are the fast CPU, reference the plain definition.
+    """The backend of an EngineConfig's `device`: auto and cpu are the fast CPU, reference the plain definition, emu
+    the CUDA kernels on the SIMT emulator.
 
     `threads` is for the CPU backend; None: the cores this process may use. `announce` is told, in a line for the user,
     of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are the CPU backend's. Raises
-    ConfigError for another device.
+    ConfigError for another device, BackendError where emu finds no C++ compiler.
     """
     if device in ("auto", "cpu"):
         return _open_cpu(threads, announce, dtype, kv_dtype)
@@ -27,7 +28,12 @@ def open_backend(
         from cupaged.backends.reference import ReferenceBackend
 
         return ReferenceBackend()
-    raise ConfigError(f"device {device!r} is not built in this version; use auto, cpu or reference")
+    if device == "emu":
+        from cupaged.backends.emu_device import EmuDevice
+        from cupaged.backends.kernels import KernelBackend
+
+        return KernelBackend(EmuDevice())
+    raise ConfigError(f"device {device!r} is not built in this version; use auto, cpu, reference or emu")
 
 
 def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str) -> Backend:

@@ -58,7 +58,7 @@ def _option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 ENGINE_OPTIONS = (
     _option("--model", "-m", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, hub id or built-in name."),
-    _option("--device", help="auto, cpu, or reference (slow and exact)."),
+    _option("--device", help="auto, cpu, reference (slow and exact), or emu (the CUDA kernels, emulated)."),
     _option("--dtype", help="Storage of the weights: auto (the checkpoint's), float32, float16, bfloat16, int8."),
     _option("--kv-cache-dtype", help="Storage of keys and values: auto (float32), float32, float16, bfloat16, int8."),
     _option("--block-size", type=int, help="Tokens per KV block, 1 to 256 (default 16)."),

@@ -45,7 +45,7 @@ def rows_of_no_sequence(count: int) -> AttentionBatch:
 
 def stored_slots(backend: Backend, caches: tuple[Any, Any], block_size: int, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """What one layer's caches hold: float32 keys and values, each [B, K, P, D]."""
-    if backend.name == "reference":
+    if backend.name != "cpu":
         return caches
     from cupaged.backends import cpu_cache
 

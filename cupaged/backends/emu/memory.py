@@ -1,0 +1,73 @@
+"""Arrays for kernels: at the end of their own pages, between two that cannot be touched, and poisoned when empty.
+
+The poison is one 16-bit pattern, 0x7FA5 repeated: a NaN as float32, float16 and bfloat16, and a wild int32. The checked
+build calls a load of it an uninitialised read. Single-byte elements have no pattern to spare, so their arrays carry a
+mark for each byte, which kernels keep; a host that writes such an array says so with `wrote`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+POISON = 0x7FA5
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_marks: dict[int, npt.NDArray[np.uint8]] = {}  # address of an array of single bytes -> 1 where it was written
+
+
+def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32) -> npt.NDArray[Any]:
+    """An uninitialised array in guarded memory. An access within 15 bytes past its end may go unnoticed by the guard."""
+    return _allocate(shape, np.dtype(dtype), poisoned=True)
+
+
+def array(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+    """`values` copied to guarded memory."""
+    source = np.asarray(values, dtype)
+    copy = _allocate(source.shape, source.dtype, poisoned=False)
+    copy[...] = source
+    return copy
+
+
+def wrote(view: npt.NDArray[Any]) -> None:
+    """The host has written all of `view`: what a kernel reads of it is initialised. Only single-byte elements need it."""
+    marks = marks_of(view)
+    if marks is not None:
+        marks[:] = 1
+
+
+def marks_of(view: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
+    """The marks of the bytes from `view`'s first to its last; None for one that is not tracked."""
+    if view.itemsize > 1 or not view.size:
+        return None
+    begin, end = np.lib.array_utils.byte_bounds(view)
+    for address, marks in _marks.items():
+        if address <= begin and end <= address + len(marks):
+            return marks[begin - address : end - address]
+    return None
+
+
+def _allocate(shape: int | Sequence[int], dtype: np.dtype[Any], poisoned: bool) -> npt.NDArray[Any]:
+    size = int(np.prod(shape)) * dtype.itemsize
+    aligned, page = -(-size // 16) * 16, mmap.PAGESIZE
+    room = -(-aligned // page) * page
+    memory = np.frombuffer(mmap.mmap(-1, room + 2 * page), np.uint8)
+    address = memory.ctypes.data
+    for guard in (address, address + page + room):
+        if _libc.mprotect(guard, page, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    start = page + room - aligned
+    data = memory[start : start + size]
+    if poisoned:
+        memory[start : page + room].view(np.uint16)[:] = POISON
+    if dtype.itemsize == 1:
+        _marks[address + start] = np.full(size, not poisoned, np.uint8)
+        weakref.finalize(memory, _marks.pop, address + start, None)
+    return data.view(dtype).reshape(shape)

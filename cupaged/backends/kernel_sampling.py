@@ -1,0 +1,125 @@
+"""Sampling on a device: the kernels in their order, and the penalty counts in the device's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.backends import kernel_specs as specs
+from cupaged.backends.base import Array, SamplingBatch
+from cupaged.backends.device import Device
+from cupaged.backends.sampling import check_batch, check_token_ids
+from cupaged.errors import InvariantError
+
+I32 = npt.NDArray[np.int32]
+
+_NOTHING_TO_CHOOSE = {
+    -1: "the logits hold NaN or infinity; the weights or the KV cache are damaged",
+    -2: "no token is left to choose from, every one is banned",
+}
+"""What the kernels write instead of a token."""
+
+
+class KernelSampler:
+    """`sample` and `token_logprobs` of backends.base.Backend over a device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._counts = DeviceCounts(device)
+
+    def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
+        self._counts.set_history(row_id, prompt_ids, output_ids)
+
+    def sample(self, logits: Array, batch: SamplingBatch) -> Array:
+        device, (num_rows, vocab_size) = self._device, logits.shape
+        check_batch(batch, num_rows, vocab_size)
+        self._counts.prepare(batch.row_ids[batch.penalised], vocab_size)
+        penalised, row_ids = device.upload(batch.penalised.astype(np.uint8)), device.upload(batch.row_ids)
+        if len(batch.bias_ids) or batch.penalised.any():
+            names = ("bias_start", "bias_ids", "bias_values", "repetition", "presence", "frequency")
+            adjust = {name: device.upload(getattr(batch, name)) for name in names}
+            counts = {"output_counts": self._counts.outputs, "in_prompt": self._counts.in_prompt}
+            device.launch(specs.ADJUST_LOGITS.bind(logits=logits, penalised=penalised, row_ids=row_ids, **counts, **adjust))
+        choose = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "indices")
+        tokens = device.empty((num_rows,), np.int32)
+        device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=tokens, **{name: device.upload(getattr(batch, name)) for name in choose}))
+        _check_chosen(device.peek(tokens))
+        if batch.penalised.any():
+            device.launch(specs.COUNT_TOKENS.bind(tokens=tokens, row_ids=row_ids, penalised=penalised, output_counts=self._counts.outputs))
+        return tokens
+
+    def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
+        device, (num_rows, vocab_size) = self._device, logits.shape
+        seen = device.peek(token_ids)
+        if seen is not None:
+            check_token_ids(seen, vocab_size)
+        logprobs, ranks = device.empty((num_rows,), np.float32), device.empty((num_rows,), np.int32)
+        top_ids, top_logprobs = device.empty((num_rows, k), np.int32), device.empty((num_rows, k), np.float32)
+        device.launch(
+            specs.TOKEN_LOGPROBS.bind(
+                logits=logits, token_ids=token_ids, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
+            )
+        )
+        _check_chosen(device.peek(ranks))
+        return logprobs, ranks, top_ids, top_logprobs
+
+
+def _check_chosen(answers: npt.NDArray[Any] | None) -> None:
+    if answers is not None and answers.size and answers.min() < 0:
+        row = int(np.flatnonzero(answers < 0)[0])
+        raise InvariantError(f"row {row}: {_NOTHING_TO_CHOOSE[int(answers[row])]}")
+
+
+class DeviceCounts:
+    """Which tokens each penalised row has seen; sampling.TokenCounts with its two tables on a device.
+
+    outputs    int32 [rows, V]: how often each token was produced
+    in_prompt  uint8 [rows, V]: whether it is in the prompt
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._counted: set[int] = set()
+        self._waiting: dict[int, tuple[I32, I32]] = {}  # until `prepare`, which knows V and who needs counts
+        self.outputs: Array = device.empty((0, 0), np.int32)
+        self.in_prompt: Array = device.empty((0, 0), np.uint8)
+
+    def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
+        """Replace all that is known of a row; prompt_ids and output_ids int32 [any], without padding."""
+        if row_id < 0:
+            raise InvariantError(f"row id {row_id} is negative")
+        self._waiting[row_id] = (np.array(prompt_ids, np.int32), np.array(output_ids, np.int32))
+
+    def prepare(self, row_ids: I32, vocab_size: int) -> None:
+        """Bring the tables up to date for these rows. Raises InvariantError for one without history."""
+        if vocab_size != self.outputs.shape[1]:  # another model samples, or the first one
+            self._counted.clear()
+            self._resize(0, vocab_size)
+        for row_id in row_ids.tolist():
+            history = self._waiting.pop(row_id, None)
+            if history is not None:
+                self._rebuild(row_id, *history, vocab_size)
+            elif row_id not in self._counted:
+                raise InvariantError(f"row {row_id} has penalties, but nobody set its history")
+
+    def _rebuild(self, row_id: int, prompt_ids: I32, output_ids: I32, vocab_size: int) -> None:
+        check_token_ids(prompt_ids, vocab_size)
+        check_token_ids(output_ids, vocab_size)
+        rows = len(self.outputs)
+        if row_id >= rows:
+            self._resize(max(row_id + 1, 2 * rows), vocab_size)
+        in_prompt = np.zeros(vocab_size, np.uint8)
+        in_prompt[prompt_ids] = 1
+        self._device.fill(self.outputs[row_id], np.bincount(output_ids, minlength=vocab_size).astype(np.int32))
+        self._device.fill(self.in_prompt[row_id], in_prompt)
+        self._counted.add(row_id)
+
+    def _resize(self, rows: int, vocab_size: int) -> None:
+        """Tables of so many rows; those that fit keep what they hold, the others hold nothing until they are rebuilt."""
+        outputs, in_prompt = self._device.empty((rows, vocab_size), np.int32), self._device.empty((rows, vocab_size), np.uint8)
+        if rows:
+            for new, old in ((outputs, self.outputs), (in_prompt, self.in_prompt)):
+                self._device.fill(new[: len(old)], self._device.download(old))
+        self.outputs, self.in_prompt = outputs, in_prompt

@@ -1,0 +1,253 @@
+"""KernelBackend: every operation of backends/base.py as CUDA C kernels, over a Device.
+
+An operation is a line or two: it checks what the host can see, binds its KernelSpec and launches. Nothing here knows
+which device it is; what the emulator runs in CI is what a GPU runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.backends import kernel_specs as specs
+from cupaged.backends.base import Array, AttentionBatch, BatchLimits, SamplingBatch
+from cupaged.backends.batch_checks import check_block_pairs, check_within
+from cupaged.backends.device import Device
+from cupaged.backends.kernel_sampling import KernelSampler
+from cupaged.backends.launch import KernelSpec, ceil_div
+from cupaged.backends.reference import check_batch
+from cupaged.errors import InvariantError
+from cupaged.tensor_source import TensorSource
+
+TILED_HEAD_DIMS = (16, 32, 64, 128)
+"""The head_dims for which decode and prefill have tiled kernels; paged_attention_v1 takes all others."""
+
+TILED_GROUP = 16
+"""The largest group of query heads that shares a key/value head in the tiled kernels."""
+
+PART_SIZE = 512
+"""Positions of the context in one partition of a decode row."""
+
+CHUNK_BYTES = 4 << 20
+"""How much of a tensor is read at once while loading."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMatrix:
+    """weight [out, in] in the type of the weights; bias float32 [out] or None."""
+
+    weight: Array
+    bias: Array | None = None
+
+
+@dataclass(slots=True, eq=False)
+class DeviceBatch:
+    """The step that was set last, its arrays on the device."""
+
+    limits: BatchLimits
+    token_ids: Array = None
+    attention: AttentionBatch | None = None
+
+    @property
+    def rows(self) -> AttentionBatch:
+        if self.attention is None:
+            raise InvariantError("a batch is used before it was set")
+        return self.attention
+
+
+class KernelBackend:
+    """Implements backends.base.Backend. `dtype`: of weights, keys and values; activations are what `empty` is asked for."""
+
+    def __init__(self, device: Device, dtype: npt.DTypeLike = np.float32) -> None:
+        self.name = device.name
+        self._device = device
+        self._dtype = np.dtype(dtype)
+        self._sampler = KernelSampler(device)
+        self._scratch: dict[str, Array] = {}
+
+    def _run(self, spec: KernelSpec, **arguments: Any) -> None:
+        self._device.launch(spec.bind(**arguments))
+
+    # ---- memory
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        return self._device.empty(shape, dtype)
+
+    def upload(self, array: npt.NDArray[Any]) -> Array:
+        return self._device.upload(array)
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        return self._device.download(array)
+
+    def _scratch_of(self, name: str, *shape: int) -> Array:
+        """Float32 memory that is reused from call to call, and grows."""
+        size = math.prod(shape)
+        if name not in self._scratch or len(self._scratch[name]) < size:
+            self._scratch[name] = self._device.empty((size,), np.float32)
+        return self._scratch[name][:size].reshape(shape)
+
+    # ---- steps
+
+    def new_batch(self, limits: BatchLimits) -> DeviceBatch:
+        return DeviceBatch(limits)
+
+    def set_batch(self, batch: DeviceBatch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
+        check_batch(batch.limits, token_ids, attention)
+        batch.token_ids = self.upload(token_ids)
+        batch.attention = AttentionBatch(
+            positions=self.upload(attention.positions),
+            slots=self.upload(attention.slots),
+            block_tables=self.upload(attention.block_tables),
+            query_start=self.upload(attention.query_start),
+            context_lens=self.upload(attention.context_lens),
+            num_decode=attention.num_decode,
+            max_context=attention.max_context,
+        )
+
+    def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
+        return build
+
+    # ---- weights
+
+    def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
+        return DeviceMatrix(self._load(parts, self._dtype), None if bias is None else self._load(bias, np.dtype(np.float32)))
+
+    def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
+        return self.load_matrix([gate, up], bias)
+
+    def load_vector(self, source: TensorSource) -> Array:
+        return self._load([source], np.dtype(np.float32))
+
+    def load_embedding(self, source: TensorSource, *, tied: bool) -> DeviceMatrix:
+        return DeviceMatrix(self._load([source], self._dtype))
+
+    def _load(self, sources: Sequence[TensorSource], dtype: np.dtype[Any]) -> Array:
+        """The tensors one after the other along their first axis, read a few MB at a time."""
+        width = sources[0].shape[1:]
+        whole = self._device.empty((sum(s.shape[0] for s in sources), *width), dtype)
+        step = max(1, CHUNK_BYTES // (4 * max(1, math.prod(width))))
+        at = 0
+        for source in sources:
+            for start in range(0, source.shape[0], step):
+                piece = source.read(start, min(start + step, source.shape[0])).astype(dtype, copy=False)
+                self._device.fill(whole[at : at + len(piece)], piece)
+                at += len(piece)
+        return whole
+
+    def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        return self._device.empty(shape, self._dtype), self._device.empty(shape, self._dtype)
+
+    def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
+        shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
+        return self._device.empty_host(shape, self._dtype), self._device.empty_host(shape, self._dtype)
+
+    # ---- the forward pass
+
+    def embedding(self, table: DeviceMatrix, batch: DeviceBatch, out: Array) -> None:
+        self._run(specs.GATHER_ROWS, table=table.weight, rows=batch.token_ids, out=out)
+
+    def linear(self, x: Array, matrix: DeviceMatrix, out: Array) -> None:
+        self._product(x, matrix, out, add=False)
+
+    def linear_add(self, x: Array, matrix: DeviceMatrix, out: Array) -> None:
+        self._product(x, matrix, out, add=True)
+
+    def linear_silu_mul(self, x: Array, matrix: DeviceMatrix, work: Array, out: Array) -> None:
+        self._product(x, matrix, work, add=False)
+        self._run(specs.SILU_MUL, gate_up=work, out=out)
+
+    def _product(self, x: Array, matrix: DeviceMatrix, out: Array, *, add: bool) -> None:
+        self._device.gemm(x, matrix.weight, out, add=add)
+        if matrix.bias is not None:
+            self._run(specs.ADD_BIAS, out=out, bias=matrix.bias)
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        self._run(specs.RMS_NORM, x=x, weight=weight, eps=eps, out=out)
+
+    def head_rms_norm(self, qkv: Array, q_weight: Array, k_weight: Array, num_heads: int, num_kv_heads: int, eps: float) -> None:
+        self._run(
+            specs.HEAD_RMS_NORM, qkv=qkv, q_weight=q_weight, k_weight=k_weight, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=eps
+        )
+
+    def rope_and_cache(
+        self, qkv: Array, cos: Array, sin: Array, batch: DeviceBatch, num_heads: int, key_cache: Array, value_cache: Array
+    ) -> None:
+        rows = batch.rows
+        self._run(
+            specs.ROPE_AND_CACHE,
+            qkv=qkv, cos=cos, sin=sin, positions=rows.positions, slots=rows.slots,
+            key_cache=key_cache, value_cache=value_cache, num_heads=num_heads,
+        )  # fmt: skip
+
+    def attention(
+        self, qkv: Array, key_cache: Array, value_cache: Array, batch: DeviceBatch, num_heads: int, scale: float, window: int, out: Array
+    ) -> None:
+        num_kv_heads, head_dim, rows = key_cache.shape[1], key_cache.shape[3], batch.rows
+        same = {"key_cache": key_cache, "value_cache": value_cache, "num_heads": num_heads, "scale": scale, "window": window}
+        every = {
+            "qkv": qkv, "out": out, "positions": rows.positions, "block_tables": rows.block_tables,
+            "query_start": rows.query_start, "context_lens": rows.context_lens,
+        }  # fmt: skip
+        if head_dim not in TILED_HEAD_DIMS or num_heads > TILED_GROUP * num_kv_heads:
+            self._run(specs.PAGED_ATTENTION_V1, **same, **every)
+            return
+        n = rows.num_decode
+        if n:
+            longest = min(rows.max_context, window or rows.max_context)
+            self._decode(
+                qkv[:n], out[:n], ceil_div(longest, PART_SIZE),
+                block_tables=rows.block_tables[:n], context_lens=rows.context_lens[:n], positions=rows.positions[:n], **same,
+            )  # fmt: skip
+        if len(qkv) > n:
+            self._run(specs.PAGED_PREFILL, num_decode=n, **same, **every)
+
+    def _decode(self, qkv: Array, out: Array, num_parts: int, *, num_heads: int, **arguments: Any) -> None:
+        """paged attention v2: every partition of the context, then all of them together."""
+        rows, head_dim = len(qkv), arguments["key_cache"].shape[3]
+        partial = {
+            "partial_out": self._scratch_of("partial_out", rows, num_heads, num_parts, head_dim),
+            "partial_max": self._scratch_of("partial_max", rows, num_heads, num_parts),
+            "partial_sum": self._scratch_of("partial_sum", rows, num_heads, num_parts),
+        }
+        self._run(specs.ATTENTION_PARTITION, qkv=qkv, num_heads=num_heads, part_size=PART_SIZE, **partial, **arguments)
+        self._run(specs.MERGE_PARTITIONS, out=out, num_heads=num_heads, head_dim=head_dim, **partial)
+
+    def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
+        check_within("row", self._device.peek(rows), 0, len(x))
+        self._run(specs.GATHER_ROWS, table=x, rows=rows, out=out)
+
+    # ---- sampling
+
+    def set_history(self, row_id: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]) -> None:
+        self._sampler.set_history(row_id, prompt_ids, output_ids)
+
+    def sample(self, logits: Array, batch: SamplingBatch) -> Array:
+        return self._sampler.sample(logits, batch)
+
+    def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
+        return self._sampler.token_logprobs(logits, token_ids, k)
+
+    # ---- cache maintenance
+
+    def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:
+        check_block_pairs(pairs, key_cache.shape[1], key_cache.shape[1], within_one_pool=True)
+        self._copy((key_cache, value_cache), (key_cache, value_cache), pairs)
+
+    def swap_blocks(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32]) -> None:
+        check_block_pairs(pairs, source[0].shape[1], target[0].shape[1], within_one_pool=False)
+        self._copy(source, target, pairs)
+
+    def _copy(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32]) -> None:
+        if len(pairs):
+            source_key, source_value, target_key, target_value = (array.reshape(*array.shape[:2], -1) for array in (*source, *target))
+            self._run(
+                specs.COPY_BLOCKS,
+                source_key=source_key, source_value=source_value, target_key=target_key, target_value=target_value,
+                pairs=self._device.upload(np.ascontiguousarray(pairs)),
+            )  # fmt: skip
