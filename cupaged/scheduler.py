@@ -162,11 +162,10 @@ class Scheduler:
         self._admission.start_sequences(request)
         kept_back = int(self._keeps_back(request))
         ready = [s for s in request.live if s.started and s.remaining > kept_back]
-        if not ready or not draft.budget or not self._make_room(request, ready, draft):
-            return
-        for sequence in ready:
+        tables = self._make_room(request, ready, draft) if ready and draft.budget else None
+        for sequence, blocks in zip(ready, tables or (), strict=False):
             if draft.budget:
-                draft.items.append(self._plan(sequence, min(draft.budget, sequence.remaining - kept_back)))
+                draft.items.append(self._plan(sequence, min(draft.budget, sequence.remaining - kept_back), blocks))
                 draft.budget -= draft.items[-1].num_tokens
 
     def _keeps_back(self, request: Request) -> bool:
@@ -179,23 +178,25 @@ class Scheduler:
             return True
         return request.beam is not None and len(live) > 1 and any(s.num_tokens - s.num_computed > 1 for s in live)
 
-    def _make_room(self, request: Request, ready: list[Sequence], draft: _Draft) -> bool:
-        """Reserve blocks for all tokens of these sequences, taking them from the latest requests if need be.
+    def _make_room(self, request: Request, ready: list[Sequence], draft: _Draft) -> list[IntArray] | None:
+        """Reserve blocks for all tokens of these sequences, taking them from the latest requests if need be; their tables.
 
-        The latest gives way whatever the queue's policy is, so the earliest always finishes.
+        The latest gives way whatever the queue's policy is, so the earliest always finishes. None: there is no room.
         """
+        tables = []
         for sequence in ready:
             start = sequence.num_computed + sequence.num_scheduled
-            while self.cache.reserve(sequence.seq_id, start, sequence.num_tokens) is None:
+            while (blocks := self.cache.reserve(sequence.seq_id, start, sequence.num_tokens)) is None:
                 if self._in_flight:
-                    return False  # blocks may be pinned: see what is free once those plans are applied
+                    return None  # blocks may be pinned: see what is free once those plans are applied
                 victim = max(self.running, key=_arrival)
                 self._unplan(victim, draft)
                 self._preempt(victim)
                 draft.preempted.append(victim.arrival)
                 if victim is request:
-                    return False
-        return True
+                    return None
+            tables.append(blocks)
+        return tables
 
     def _unplan(self, request: Request, draft: _Draft) -> None:
         """Take a request's sequences out of the plan again."""
@@ -205,13 +206,10 @@ class Scheduler:
             draft.budget += item.num_tokens
             self.cache.unpin(item.blocks)
 
-    def _plan(self, sequence: Sequence, count: int) -> ScheduledSequence:
+    def _plan(self, sequence: Sequence, count: int, blocks: IntArray) -> ScheduledSequence:
         """Schedule the sequence's next `count` tokens, and pin its blocks."""
         start = sequence.num_computed + sequence.num_scheduled
         stop = start + count
-        blocks = self.cache.reserve(sequence.seq_id, start, stop)
-        if blocks is None:
-            raise InvariantError(f"sequence {sequence.seq_id} was planned without room")
         self.cache.pin(blocks)
         request = sequence.request
         targets = None if request.prompt_reported else request.prompt_token_ids[start + 1 : stop + 1]
@@ -348,8 +346,7 @@ class Scheduler:
     def _land(self, plan: StepPlan, done: bool = True) -> None:
         """The plan is no longer in flight: let go of its blocks. Copies that were not made are left to the next plan."""
         self._in_flight.remove(plan)
-        for item in plan.sequences:
-            self.cache.unpin(item.blocks)
+        self.cache.unpin_all(item.blocks for item in plan.sequences)
         if done:
             self.cache.copies_done(plan.copies)
             self.cache.swaps_done(plan.swap_out, plan.swap_in)

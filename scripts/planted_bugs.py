@@ -57,7 +57,7 @@ BUGS = (
     Bug("freed while a plan reads it (no pins)", SCHEDULER, (
         ("        self.cache.pin(blocks)\n", ""),
         ("            draft.budget += item.num_tokens\n            self.cache.unpin(item.blocks)\n", "            draft.budget += item.num_tokens\n"),
-        ("        for item in plan.sequences:\n            self.cache.unpin(item.blocks)\n", ""),
+        ("        self.cache.unpin_all(item.blocks for item in plan.sequences)\n", ""),
     )),
     Bug("released, and still counted", POOL, (("        self.counts[blocks] = counts\n        idle", "        idle"),)),
     Bug("released twice", MANAGER, (

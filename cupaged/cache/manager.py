@@ -21,7 +21,7 @@ Every block is in one of four states:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -356,6 +356,17 @@ class CacheManager:
     def unpin(self, blocks: IntArray) -> None:
         self._let_go(self._pool.unpin(blocks[blocks >= 0]))
 
+    def unpin_all(self, tables: Iterable[IntArray]) -> None:
+        """`unpin` the blocks of several sequences: in one go, unless some of them share blocks."""
+        tables = list(tables)
+        blocks = np.concatenate([np.empty(0, np.int32), *tables])
+        blocks = blocks[blocks >= 0]
+        if len(np.unique(blocks)) == len(blocks):
+            self.unpin(blocks)
+        else:
+            for table in tables:
+                self.unpin(table)
+
     # ---- room
 
     def _allocate(self, count: int) -> IntArray | None:
@@ -372,6 +383,8 @@ class CacheManager:
 
     def _let_go(self, idle: IntArray) -> None:
         """Nobody holds these blocks any more: published ones are kept, the others are free."""
+        if not len(idle):
+            return
         published = self._tree.fill[idle] > 0
         self._pool.free(idle[~published])
         for node in dict.fromkeys(self._tree.owner(int(block)) for block in idle[published]):

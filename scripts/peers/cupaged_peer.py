@@ -17,7 +17,6 @@ import threadpoolctl
 from gemm_floor import Shapes, floor_seconds, gflops, measure
 from peer_job import Answers, Job, Request, peak_memory, read_job, report, versions
 
-import cupaged.model.runner
 from cupaged.step_plan import StepRecord
 
 
@@ -47,7 +46,7 @@ class HostShare:
         self._sequences = sequences
         runner = llm.engine._runner
         self._watches = {
-            "forward": Stopwatch(cupaged.model.runner, "forward"),
+            "forward": Stopwatch(runner, "_forward"),
             "head": Stopwatch(runner, "_head"),
             "sampling": Stopwatch(runner._backend, "sample"),  # type: ignore[attr-defined]  # the protocol hides it
         }
