@@ -2,7 +2,8 @@
 // a block's end, behind the table entry -1.
 #include "device.cuh"
 
-extern "C" __global__ void paged_sums(const KV_T* pool, const int* table, const int* lengths, float* out, int max_blocks, int block_size) {
+extern "C" __global__ void paged_sums(
+    const KV_T* pool, const int* table, const int* lengths, float* out, int max_blocks, int block_size) {
   const int length = lengths[blockIdx.x];
 #ifdef PLANTED
   const int end = length + 1;

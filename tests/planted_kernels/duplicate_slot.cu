@@ -7,5 +7,6 @@ extern "C" __global__ void scatter(const float* rows, const int64_t* slots, floa
 #else
   const int64_t slot = slots[blockIdx.x];
 #endif
-  for (int i = threadIdx.x; i < width; i += blockDim.x) pool[slot * width + i] = rows[static_cast<int64_t>(blockIdx.x) * width + i];  // blamed
+  const float* row = rows + static_cast<int64_t>(blockIdx.x) * width;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) pool[slot * width + i] = row[i];  // blamed
 }

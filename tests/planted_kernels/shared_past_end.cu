@@ -12,5 +12,6 @@ extern "C" __global__ void differences(const float* x, float* out) {
 #else
   const bool has_neighbour = threadIdx.x < 63;
 #endif
-  out[threadIdx.x] = (has_neighbour ? numbers[threadIdx.x + 1] - numbers[threadIdx.x] : 0.0f) + others[threadIdx.x];  // blamed
+  const float next = has_neighbour ? numbers[threadIdx.x + 1] : numbers[threadIdx.x];  // blamed
+  out[threadIdx.x] = next - numbers[threadIdx.x] + others[threadIdx.x];
 }

@@ -37,7 +37,7 @@ _ENTRY = (
 
 def load_runtime(compiler: Compiler) -> ctypes.CDLL:
     """The emulator's runtime, built by `compiler`. Kernel libraries find it by its name, so it is loaded first."""
-    return ctypes.CDLL(str(_runtime_path(compiler)))
+    return _loaded(_runtime_path(compiler))
 
 
 def load_kernels(compiler: Compiler, text: str, name: str, options: Sequence[str], mode: str) -> tuple[ctypes.CDLL, Path]:
@@ -46,7 +46,7 @@ def load_kernels(compiler: Compiler, text: str, name: str, options: Sequence[str
     Raises BackendError with the compiler's log for a text that does not compile, or one without kernels.
     """
     runtime, flags = _runtime_path(compiler), [*compiler.kernel_flags(mode), *options]
-    key = _key(compiler.command, compiler.version, flags, name, text, _runtime_sources())
+    key = _key(compiler.command, compiler.version, flags, compiler.link_flags(), name, text, _runtime_sources())
     path = _folder() / f"{Path(name).stem}-{mode}-{key}.so"
 
     def build(folder: Path) -> Path:
@@ -68,13 +68,13 @@ def load_kernels(compiler: Compiler, text: str, name: str, options: Sequence[str
 
     _build_once(path, build)
     load_runtime(compiler)
-    return ctypes.CDLL(str(path)), path
+    return _loaded(path), path
 
 
 def _entries(plain: str, name: str) -> str:
     """C++ text: entry points of every kernel in preprocessed text, and a string that lists kernels and parameters."""
     kernels = {}
-    for kernel, parameters in _KERNEL.findall(plain):
+    for kernel, parameters in _KERNEL.findall(re.sub(r"^#.*\n", "", plain, flags=re.MULTILINE)):
         kernels[kernel] = re.findall(r"(\w+)\s*(?:,|$)", parameters) if parameters.strip() not in ("", "void") else []
     if not kernels:
         raise BackendError(f'{name} has no kernel: the emulator looks for `extern "C" __global__ void name(...)`')
@@ -103,7 +103,7 @@ def _runtime_path(compiler: Compiler) -> Path:
 
 
 def _link(compiler: Compiler, folder: Path, inputs: list[str], name: str) -> None:
-    done = compiler.run(["-shared", *inputs, f"-Wl,-soname,{name}", "-o", name], folder)
+    done = compiler.run([*compiler.link_flags(), *inputs, f"-Wl,-soname,{name}", "-o", name], folder)
     if done.returncode:
         raise BackendError(f"{name} does not link:\n{done.stderr.strip()}")
 
@@ -117,6 +117,13 @@ def _build_once(path: Path, build: Callable[[Path], Path]) -> None:
             os.replace(build(Path(folder)), path)
     except OSError as error:
         raise BackendError(f"cannot write compiled kernels to {path.parent}: {error.strerror}; set CUPAGED_CACHE") from None
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendError(f"a compiled kernel cannot be loaded: {error}; remove it, or set CUPAGED_CACHE") from None
 
 
 def _folder() -> Path:

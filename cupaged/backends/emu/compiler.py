@@ -36,7 +36,8 @@ _MODE_FLAGS = {
         "-O1",
         "-DCUPAGED_EMU_CHECK",
         "-fno-optimize-sibling-calls",
-        "-fsanitize=thread,bounds,alignment,signed-integer-overflow,shift,integer-divide-by-zero",
+        "-fsanitize=thread",  # by itself: zig ignores the list that it heads
+        "-fsanitize=bounds,alignment,signed-integer-overflow,shift,integer-divide-by-zero",
         "-fno-sanitize-recover=all",
     ],
 }
@@ -63,6 +64,9 @@ class Compiler:
             return [*flags, *_NO_FUNCTION_HOOKS[self.family]]
         return [*flags, "-fno-sanitize=all"]  # zig turns its own on
 
+    def link_flags(self) -> list[str]:
+        return ["-shared", "-O2", "-fno-sanitize=all"]  # -O2: else zig links its own sanitizer runtime
+
     def runtime_flags(self) -> list[str]:
         return [*_FLAGS, "-O2", "-fno-sanitize=all"]
 
@@ -74,7 +78,12 @@ class Compiler:
 
 
 def find_compiler() -> Compiler:
-    """$CUPAGED_CXX, $CXX, g++, clang++, c++, then the ziglang wheel. Raises BackendError, with the remedy, for none."""
+    """$CUPAGED_CXX, $CXX, g++, clang++, c++, then the ziglang wheel. Raises BackendError, with the remedy, for none.
+
+    Raises BackendError, too, on other systems than Linux, whose linkers and signals the runtime is written for.
+    """
+    if not sys.platform.startswith("linux"):
+        raise BackendError(f"the emulator runs on Linux, not on {sys.platform}")
     return _find(os.environ.get("CUPAGED_CXX", ""), os.environ.get("CXX", ""), os.environ.get("PATH", ""))
 
 

@@ -2,24 +2,27 @@
 
 The poison is one 16-bit pattern, 0x7FA5 repeated: a NaN as float32, float16 and bfloat16, and a wild int32. The checked
 build calls a load of it an uninitialised read. Single-byte elements have no pattern to spare, so their arrays carry a
-mark for each byte, which kernels keep; a host that writes such an array says so with `wrote`.
+mark for each byte, which kernels keep; a host that writes such an array says so with `wrote`. (A host's byte that does
+not look like poison is known to be written all the same. A 16-bit integer 32677 is taken for poison.)
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cupaged.errors import BackendError
+
 POISON = 0x7FA5
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _marks: dict[int, npt.NDArray[np.uint8]] = {}  # address of an array of single bytes -> 1 where it was written
 
 
@@ -61,8 +64,7 @@ def _allocate(shape: int | Sequence[int], dtype: np.dtype[Any], poisoned: bool) 
     memory = np.frombuffer(mmap.mmap(-1, room + 2 * page), np.uint8)
     address = memory.ctypes.data
     for guard in (address, address + page + room):
-        if _libc.mprotect(guard, page, 0):
-            raise OSError(ctypes.get_errno(), "mprotect")
+        _forbid(guard, page)
     start = page + room - aligned
     data = memory[start : start + size]
     if poisoned:
@@ -71,3 +73,15 @@ def _allocate(shape: int | Sequence[int], dtype: np.dtype[Any], poisoned: bool) 
         _marks[address + start] = np.full(size, not poisoned, np.uint8)
         weakref.finalize(memory, _marks.pop, address + start, None)
     return data.view(dtype).reshape(shape)
+
+
+@lru_cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _forbid(address: int, size: int) -> None:
+    if _libc().mprotect(address, size, 0):
+        raise BackendError(f"a guard page cannot be protected: {os.strerror(ctypes.get_errno())}")

@@ -105,10 +105,12 @@ class Kernel:
         type. `shared_mem`: bytes of dynamic shared memory. `reachable`: arrays that the kernel finds through a table of
         pointers. Raises KernelError for arguments that do not fit, and for the first rule that the kernel breaks.
         """
-        shape = self._shape(grid, block, shared_mem, schedule or self.module.schedule, self.module.seed if seed is None else seed)
+        seed = self.module.seed if seed is None else seed
+        shape = self._shape(grid, block, shared_mem, schedule or self.module.schedule, seed)
         self._check_arguments(args)
         pointers, kept = pack(self.parameters, args)
-        named = [(p.name, a, p.kind == "P") for p, a in zip(self.parameters, args, strict=True) if isinstance(a, np.ndarray)]
+        pairs = zip(self.parameters, args, strict=True)
+        named = [(p.name, a, p.kind == "P") for p, a in pairs if isinstance(a, np.ndarray)]
         named += [(f"reachable[{i}]", a, a.flags.writeable) for i, a in enumerate(reachable)]
         ranges, cells = cover(named, track=bool(shape.check))
         failure = Failure()
@@ -133,10 +135,10 @@ class Kernel:
     def _shape(self, grid: Sequence[int], block: Sequence[int], shared: int, schedule: str, seed: int) -> LaunchShape:
         if schedule not in _SCHEDULES:
             raise ConfigError(f"schedule {schedule!r} does not exist; use {', '.join(_SCHEDULES)}")
-        grid3, block3 = (*grid, 1, 1)[:3], (*block, 1, 1)[:3]
-        if len(grid) > 3 or any(not 1 <= n <= most for n, most in zip(grid3, _MAX_GRID, strict=True)):
+        grid3, block3 = (*grid, 1, 1, 1)[:3], (*block, 1, 1, 1)[:3]
+        if not 1 <= len(grid) <= 3 or any(not 1 <= n <= most for n, most in zip(grid3, _MAX_GRID, strict=True)):
             raise self._refuse(f"grid {tuple(grid)} is not 1 to 3 sizes of at least 1 and at most {_MAX_GRID}")
-        if len(block) > 3 or min(block3) < 1 or block3[0] * block3[1] * block3[2] > _MAX_THREADS:
+        if not 1 <= len(block) <= 3 or min(block3) < 1 or block3[0] * block3[1] * block3[2] > _MAX_THREADS:
             raise self._refuse(f"block {tuple(block)} is not 1 to 3 sizes with a product of 1 to {_MAX_THREADS}")
         allowed = min(max(self.max_dynamic_shared_size_bytes, _FREE_SHARED_BYTES), _MAX_SHARED_BYTES)
         if not 0 <= shared <= allowed:
@@ -156,7 +158,8 @@ class Kernel:
 
     def _explained(self, failure: Failure) -> KernelError:
         address, file, line, note = failure.address, Path(failure.file.decode()).name or None, failure.line or None, ""
-        found = look_up(self.module.path, address - 1 - self.module.image[0]) if address else None
+        begin, end = self.module.image
+        found = look_up(self.module.path, address - 1 - begin) if address and begin < address < end else None
         if found is not None:
             file, line, note = found.file, found.line, f" (in {found.within})" if found.within else ""
         elif address and file is None and not can_look_up():

@@ -26,7 +26,9 @@ static void open_barrier_when_complete() {
   if (launch.check && live_threads != num_threads)
     fail("divergent barrier", barrier_place, "", "divergent __syncthreads: %u of %u threads have returned before it",
          num_threads - live_threads, num_threads);
-  barrier_result = barrier_operation == ALL_OF ? barrier_sum == (int)waiting : barrier_operation == ANY_OF ? barrier_sum != 0 : barrier_sum;
+  barrier_result = barrier_sum;
+  if (barrier_operation == ANY_OF) barrier_result = barrier_sum != 0;
+  if (barrier_operation == ALL_OF) barrier_result = barrier_sum == (int)waiting;
   waiting = 0;
   epoch++;
   if (launch.schedule == DEPTH) order_warps();
@@ -43,8 +45,8 @@ int simt_barrier(int predicate, int operation, const char* file, int line) {
     barrier_sum = 0;
     barrier_operation = operation;
   } else if (barrier_place.line != line || strcmp(barrier_place.file, file) != 0) {
-    fail("divergent barrier", place, "", "divergent __syncthreads: other threads of the block wait at %s:%d", barrier_place.file,
-         barrier_place.line);
+    fail("divergent barrier", place, "", "divergent __syncthreads: other threads of the block wait at %s:%d",
+         barrier_place.file, barrier_place.line);
   }
   wait_in("__syncthreads", AT_BARRIER, file, line);
   barrier_sum += predicate != 0;
@@ -57,32 +59,32 @@ int simt_barrier(int predicate, int operation, const char* file, int line) {
 // ---- collectives of a warp ------------------------------------------------------------------------------------------------
 namespace simt {
 typedef void (*Finish)(Thread* lanes, uint32_t mask, int a, int b);
-struct Group {  // lanes that wait for each other; free while `arrived` is empty
+struct Group {  // lanes that wait for each other
   uint32_t mask, arrived;
   Finish finish;
   int a, b;
   const char* what;
 };
 struct Warp {
-  uint32_t live;
+  uint32_t live, pending;  // lanes; groups that somebody waits in
   Group groups[WARP];
 };
 static Warp warps[MAX_WARPS];
 
 static void finish_group(uint32_t warp, Group& group) {
-  const uint32_t arrived = group.arrived;
-  group.arrived = 0;
-  group.finish(&threads[warp * WARP], arrived, group.a, group.b);
-  make_ready(warp, arrived);
+  warps[warp].pending &= ~(1u << (&group - warps[warp].groups));
+  group.finish(&threads[warp * WARP], group.arrived, group.a, group.b);
+  make_ready(warp, group.arrived);
 }
-static Group& group_of(Warp& warp, uint32_t mask) {
-  Group* free_group = nullptr;
-  for (Group& group : warp.groups) {
-    if (group.arrived && group.mask == mask) return group;
-    if (!group.arrived && !free_group) free_group = &group;
-    if (!group.arrived && mask == FULL) break;
-  }
-  return *free_group;  // there is one: each group holds a lane, and this lane is in none
+static Group* pending_group(Warp& warp, uint32_t mask) {
+  for (uint32_t rest = warp.pending; rest; rest &= rest - 1)
+    if (warp.groups[__builtin_ctz(rest)].mask == mask) return &warp.groups[__builtin_ctz(rest)];
+  return nullptr;
+}
+static Group& open_group(Warp& warp, const Group& group) {
+  const int i = __builtin_ctz(~warp.pending);  // there is a free one: each holds a lane, and the caller is in none
+  warp.pending |= 1u << i;
+  return warp.groups[i] = group;
 }
 static void refuse_departed(const Group& group, uint32_t departed, Place place) {
   if (launch.check && departed)
@@ -93,12 +95,12 @@ static void collective(uint32_t mask, const char* what, Finish finish, int a, in
   Thread& me = *current;
   Warp& warp = warps[me.warp];
   const Place place = {nullptr, file, line};
-  if (!(mask >> me.lane & 1)) fail("warp mask", place, "", "lane %u calls %s with mask 0x%08x, which does not name it", me.lane, what, mask);
-  Group& group = group_of(warp, mask);
-  if (!group.arrived)
-    group = {mask, 0, finish, a, b, what};
-  else if (group.finish != finish || group.a != a || group.b != b)
-    fail("warp mask", place, "", "%s meets a different %s of the same warp and mask 0x%08x", what, group.what, mask);
+  if (!(mask >> me.lane & 1))
+    fail("warp mask", place, "", "lane %u calls %s with mask 0x%08x, which does not name it", me.lane, what, mask);
+  Group* pending = pending_group(warp, mask);
+  if (pending && (pending->finish != finish || pending->a != a || pending->b != b))
+    fail("warp mask", place, "", "%s meets a different %s of the same warp and mask 0x%08x", what, pending->what, mask);
+  Group& group = pending ? *pending : open_group(warp, {mask, 0, finish, a, b, what});
   wait_in(what, IN_COLLECTIVE, file, line);
   me.mask = mask;
   group.arrived |= 1u << me.lane;
@@ -115,12 +117,12 @@ static void leave_block() {
   me.state = DONE;
   live_threads--;
   warp.live &= ~(1u << me.lane);
-  for (Group& group : warp.groups)
-    if (group.arrived) {
-      const Thread& waits = threads[me.warp * WARP + __builtin_ctz(group.arrived)];
-      refuse_departed(group, group.mask & 1u << me.lane, {nullptr, waits.file, waits.line});
-      if (group.arrived == (group.mask & warp.live)) finish_group(me.warp, group);
-    }
+  for (uint32_t rest = warp.pending; rest; rest &= rest - 1) {
+    Group& group = warp.groups[__builtin_ctz(rest)];
+    const Thread& waits = threads[me.warp * WARP + __builtin_ctz(group.arrived)];
+    refuse_departed(group, group.mask & 1u << me.lane, {nullptr, waits.file, waits.line});
+    if (group.arrived == (group.mask & warp.live)) finish_group(me.warp, group);
+  }
   open_barrier_when_complete();
 }
 
@@ -151,12 +153,14 @@ constexpr int NO_LANE = -1;
 static void exchange(Thread* lanes, uint32_t mask, int kind, int width) {
   for_lanes(mask, [&](int l) {
     const int first = l & -width, s = lanes[l].source;
-    int from = kind == SHUFFLE ? first + (s & (width - 1)) : kind == SHUFFLE_XOR ? l ^ s : kind == SHUFFLE_DOWN ? l + s : l - s;
-    // out of its segment, a lane keeps its own value
+    int from = l - s;
+    if (kind == SHUFFLE) from = first + (s & (width - 1));
+    if (kind == SHUFFLE_XOR) from = l ^ s;
+    if (kind == SHUFFLE_DOWN) from = l + s;
+    // A lane whose source is out of its segment keeps its own value.
     if (from < 0 || from >= first + width || (kind == SHUFFLE_UP && from < first)) from = l;
     lanes[l].result = lanes[from].value;
-    if (!(mask >> from & 1)) lanes[l].source = NO_LANE - 1 - from;
-    else lanes[l].source = 0;
+    lanes[l].missing = mask >> from & 1 ? NO_LANE : from;
   });
 }
 static void count_votes(Thread* lanes, uint32_t mask, int kind, int) {
@@ -230,9 +234,9 @@ uint64_t simt_shuffle(unsigned mask, uint64_t value, int source, int kind, int w
   me.value = value;
   me.source = source;
   collective(mask, names[kind], exchange, kind, width, file, line);
-  if (me.source < NO_LANE)
+  if (me.missing != NO_LANE)
     fail("warp mask", {nullptr, file, line}, "", "%s reads lane %d, which is not in mask 0x%08x or has returned", names[kind],
-         NO_LANE - 1 - me.source, mask);
+         me.missing, mask);
   return me.result;
 }
 unsigned simt_vote(unsigned mask, int predicate, int kind, const char* file, int line) {
@@ -250,7 +254,7 @@ void simt_ldmatrix(int matrices, int transposed, uint32_t* r, const void* row, c
   using namespace simt;
   if ((int)current->lane < 8 * matrices) {
     const Place place = {nullptr, file, line};
-    check_aligned(row, 16, false, place);
+    check_aligned(row, 16, place, "read");
     if ((uintptr_t)row - (uintptr_t)shared_memory >= SHARED_ROOM)
       blame("out of bounds", place, (uintptr_t)row, "ldmatrix of a row outside shared memory, at");
     if (launch.check) check(row, 16, {false, false, REPORT}, place);

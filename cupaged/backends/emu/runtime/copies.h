@@ -56,12 +56,16 @@ static void deliver_first(Thread& t, int count) {
 }
 }  // namespace simt
 
+void simt_aligned(const void* address, int bytes, const char* file, int line) {
+  simt::check_aligned(address, (size_t)bytes, {__builtin_return_address(0), file, line}, "access");
+}
+
 void simt_copy(void* to, const void* from, int bytes, const char* file, int line) {
   using namespace simt;
   const Place place = {nullptr, file, line};
   const size_t n = (size_t)bytes;
-  check_aligned(from, n, false, place);
-  check_aligned(to, n, true, place);
+  check_aligned(from, n, place, "read");
+  check_aligned(to, n, place, "write");
   if (launch.check) {
     check(from, n, {false, false, CARRY}, place);
     check(to, n, {true, false, CARRY}, place);
@@ -76,8 +80,8 @@ void simt_cp_async(void* shared, const void* global, int bytes, int valid, const
   const Place place = {nullptr, file, line};
   if ((bytes != 4 && bytes != 8 && bytes != 16) || valid < 0 || valid > bytes)
     fail("misaligned", place, "", "cp.async of %d bytes, %d of them valid: the hardware copies 4, 8 or 16", bytes, valid);
-  check_aligned(shared, (size_t)bytes, true, place);
-  check_aligned(global, (size_t)bytes, false, place);
+  check_aligned(shared, (size_t)bytes, place, "write");
+  check_aligned(global, (size_t)bytes, place, "read");
   if ((uintptr_t)shared - (uintptr_t)shared_memory >= SHARED_ROOM)
     blame("out of bounds", place, (uintptr_t)shared, "cp.async to a target outside shared memory, at");
   if (me.copies == MAX_COPIES) fail("cp.async", place, "", "more than %d cp.async of one thread in flight", MAX_COPIES);

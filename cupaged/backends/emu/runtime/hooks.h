@@ -9,7 +9,7 @@ namespace simt {
 static inline void on_access(const void* address, size_t n, bool writes, bool aligned, const void* code) {
   if (!current || !launch.check || is_private(address)) return;
   const Place place = {code, nullptr, 0};
-  if (aligned) check_aligned(address, n, writes, place);
+  if (aligned) check_aligned(address, n, place, writes ? "write" : "read");
   check(address, n, {writes, false, REPORT}, place);
 }
 }  // namespace simt
@@ -66,7 +66,8 @@ SIMT_UNDEFINED(mul_overflow, "overflow", "signed overflow in *: widen to int64_t
 SIMT_UNDEFINED(negate_overflow, "overflow", "signed overflow in negation")
 SIMT_UNDEFINED(divrem_overflow, "overflow", "division by zero, or its signed overflow")
 
-SIMT_EXPORTED __attribute__((noreturn)) void __ubsan_handle_type_mismatch_v1_abort(const simt::SourceLocation* at, const void* p) {
+SIMT_EXPORTED __attribute__((noreturn))
+void __ubsan_handle_type_mismatch_v1_abort(const simt::SourceLocation* at, const void* p) {
   const simt::Place place = {__builtin_return_address(0), at->file, (int)at->line};
   if (!p) simt::fail("out of bounds", place, "", "access through a null pointer");
   simt::blame("misaligned", place, (uintptr_t)p, "misaligned access at");

@@ -84,43 +84,38 @@ static void start_thread(uint32_t i) {
   memset(t.seen, 0, sizeof t.seen);
   warps[t.warp].live |= 1u << t.lane;
   char* low = stacks + i * stack_bytes;
-  t.stack = new_stack(low + sysconf(_SC_PAGESIZE), low + stack_bytes - 64 - i % 63 * 128, fiber_main);  // staggered: equal
-}                                                                                                       // offsets share a cache set
+  // Staggered tops: stacks at equal offsets share a cache set.
+  t.stack = new_stack(low + sysconf(_SC_PAGESIZE), low + stack_bytes - 64 - i % 63 * 128, fiber_main);
+}
 
-// Which threads wait where, when none of them can go on.
+__attribute__((format(printf, 3, 4)))
+static void record(const char* kind, Place place, const char* format, ...) {
+  va_list values;
+  va_start(values, format);
+  record_failure(kind, place, "", format, values);
+  va_end(values);
+}
+
+// Which threads wait where, when none of them can go on: one clause for each run of threads that wait in one place.
 static void record_deadlock() {
-  char text[sizeof failure.what];
+  char text[sizeof failure.what] = "";
   size_t length = 0;
-  const Thread* first = nullptr;
-  uint32_t count = 0;
-  auto flush = [&] {
-    if (count && length < sizeof text)
-      length += (size_t)snprintf(text + length, sizeof text - length, "%s %u from %u on in %s at %s:%d", length ? "," : "", count,
-                                 first->linear, first->waits_in, first->file, first->line);
-    count = 0;
-  };
-  const Thread* blamed = nullptr;
-  for (uint32_t i = 0; i < num_threads; i++) {
-    const Thread& t = threads[i];
-    if (t.state == DONE) continue;
-    if (!count || t.waits_in != first->waits_in || t.line != first->line) {
-      flush();
-      first = &t;
-    }
-    count++;
-    if (!blamed || (t.state == IN_COLLECTIVE && blamed->state != IN_COLLECTIVE)) blamed = &t;
+  Thread* blamed = nullptr;  // one that waits in a collective, if any: the barrier is rarely at fault then
+  for (uint32_t i = 0, next; i < num_threads; i = next) {
+    Thread& first = threads[i];
+    auto waits_there = [&](const Thread& t) {
+      return t.state == first.state && (t.state == DONE || (t.waits_in == first.waits_in && t.line == first.line));
+    };
+    for (next = i + 1; next < num_threads && waits_there(threads[next]);) next++;
+    if (first.state == DONE) continue;
+    if (!blamed || (first.state == IN_COLLECTIVE && blamed->state != IN_COLLECTIVE)) blamed = &first;
+    if (length < sizeof text)
+      length += (size_t)snprintf(text + length, sizeof text - length, "%s %u from thread %u on in %s at line %d",
+                                 length ? "," : "", next - i, i, first.waits_in, first.line);
   }
-  flush();
-  if (!blamed) return;
-  current = (Thread*)blamed;
-  const char* kind = blamed->state == IN_COLLECTIVE ? "warp mask" : "divergent barrier";
-  auto record = [](const char* kind, Place place, const char* format, ...) {
-    va_list values;
-    va_start(values, format);
-    record_failure(kind, place, "", format, values);
-    va_end(values);
-  };
-  record(kind, {nullptr, blamed->file, blamed->line}, "threads wait for each other for ever:%s", text);
+  current = blamed;
+  record(blamed->state == IN_COLLECTIVE ? "warp mask" : "divergent barrier", {nullptr, blamed->file, blamed->line},
+         "threads wait for each other for ever:%s", text);
 }
 
 static void run_block(uint64_t index) {
@@ -131,7 +126,7 @@ static void run_block(uint64_t index) {
   live_threads = num_threads;
   ready_warps = 0;
   memset(ready_lanes, 0, sizeof ready_lanes);
-  memset(warps, 0, sizeof(Warp) * num_warps());
+  for (uint32_t w = 0; w < num_warps(); w++) warps[w].live = warps[w].pending = 0;
   order_warps();
   fresh_shared_memory();
   simt_here.dynamic_shared = launch.dynamic_bytes ? simt_shared(&simt_here, launch.dynamic_bytes, 128, "dynamic") : nullptr;
@@ -195,13 +190,7 @@ SIMT_EXPORTED int simt_launch(void (*kernel)(void**), void** arguments, const si
   image_begin = (const char*)image[0];
   image_end = (const char*)image[1];
   failed = false;
-  auto record = [](const char* format, ...) {
-    va_list values;
-    va_start(values, format);
-    record_failure("memory", {}, "", format, values);
-    va_end(values);
-  };
-  if (!prepare() || !prepare_cells(num_cells)) record("no address space for the emulator's shadow memory");
+  if (!prepare() || !prepare_cells(num_cells)) record("memory", {}, "no address space for the emulator's shadow memory");
   num_threads = launch->block[0] * launch->block[1] * launch->block[2];
   simt_here.block_dim = {launch->block[0], launch->block[1], launch->block[2]};
   simt_here.grid_dim = {launch->grid[0], launch->grid[1], launch->grid[2]};

@@ -28,7 +28,7 @@ static void order_warps() {
       warp_at[j] = swapped;
     }
   for (uint32_t i = 0; i < n; i++) rank_of[warp_at[i]] = (uint8_t)i;
-  turn_rank = 0;
+  turn_rank = MAX_WARPS - 1;  // the turn after the last one is the first's
   turn_lanes = 0;
 }
 
@@ -48,7 +48,7 @@ static inline int next_rank() {
   if (launch.schedule == RANDOM) return random_bit(ready_warps);
   if (launch.schedule == DEPTH) return __builtin_ctz(ready_warps);
   if (turn_lanes &= ready_lanes[turn_rank]) return turn_rank;
-  const uint32_t later = turn_rank == 31 ? 0 : ready_warps & FULL << (turn_rank + 1);
+  const uint32_t later = turn_rank == MAX_WARPS - 1 ? 0 : ready_warps & FULL << (turn_rank + 1);
   turn_rank = __builtin_ctz(later ? later : ready_warps);
   turn_lanes = ready_lanes[turn_rank];
   return turn_rank;

@@ -8,15 +8,9 @@
 // for arrays of single bytes, where a pattern could be data, a byte that holds it and whose mark says unwritten. A load
 // of such a value is the error; simt_copy and cp.async carry it along unblamed.
 #pragma once
-#include <stdlib.h>
-#include <sys/mman.h>
-
-#include "state.h"
+#include "address_space.h"
 
 namespace simt {
-constexpr size_t SHARED_BYTES = 227 * 1024, SHARED_ROOM = SHARED_BYTES + 64 * 1024;
-constexpr int MAX_SHARED_ARRAYS = 64, MAX_RANGES = 1024;
-
 struct Access {
   uint32_t epoch, clock;  // clock of `lanes`
   uint32_t warps, lanes;  // who: all warps in this epoch, and the unordered lanes of the last one
@@ -27,105 +21,9 @@ struct Access {
 struct Cell {
   Access write, read;
 };
-struct SharedArray {
-  const void* key;
-  const char* name;
-  size_t offset, bytes;
-};
-struct Range {  // one kernel argument; mirrored in library.py
-  uintptr_t begin, end;
-  const char* name;
-  uint8_t* written;   // one mark a byte, for single-byte elements of known history; else null
-  uintptr_t region;   // where the union of the overlapping arguments begins: they share their cells
-  uint64_t cell;      // index of the region's first cell
-  uint32_t element;   // bytes
-  uint32_t granule;   // bytes a cell
-  uint32_t writable, races;
-};
-
-static char* shared_memory;
-static uint8_t* shared_written;
-static Cell* shared_cells;
-static SharedArray shared_arrays[MAX_SHARED_ARRAYS];
-static int num_shared_arrays;
-static size_t shared_end, shared_dirty = SHARED_ROOM;
-
-static const Range* ranges;
-static int num_ranges, last_range;
+static Cell* shared_cells;  // one for each byte
 static Cell* cells;
 static size_t num_cells;
-static const char *image_begin, *image_end;  // the kernel library, with the kernels' constants
-static char* stacks;
-static size_t stack_bytes;
-extern "C" {
-extern char __ehdr_start __attribute__((visibility("hidden")));  // the linker's marks round this library: threadIdx is in it
-extern char _end __attribute__((visibility("hidden")));
-}
-
-// A thread's own variables, and what the program itself consists of: nothing to check.
-static inline bool is_private(const void* p) {
-  auto within = [p](const char* begin, const char* end) { return (const char*)p >= begin && (const char*)p < end; };
-  return within(stacks, stacks + stack_bytes * MAX_THREADS) || within(&__ehdr_start, &_end) || within(image_begin, image_end);
-}
-
-template <class T> static T* reserve(size_t count) {
-  void* p = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return p == MAP_FAILED ? nullptr : (T*)p;
-}
-
-// ---- naming an address ------------------------------------------------------------------------------------------------
-struct Name {
-  char array[64], where[160];
-};
-static void name_shared(uintptr_t p, Name& name) {
-  const size_t offset = p - (uintptr_t)shared_memory;
-  const SharedArray* before = nullptr;
-  for (int i = 0; i < num_shared_arrays; i++) {
-    const SharedArray& a = shared_arrays[i];
-    if (offset >= a.offset && (!before || a.offset > before->offset)) before = &a;
-  }
-  if (!before) {
-    snprintf(name.where, sizeof name.where, "shared memory before every array");
-    return;
-  }
-  snprintf(name.array, sizeof name.array, "%s", before->name);
-  const size_t at = offset - before->offset;
-  if (at < before->bytes)
-    snprintf(name.where, sizeof name.where, "shared array '%s' (byte %zu of %zu)", before->name, at, before->bytes);
-  else
-    snprintf(name.where, sizeof name.where, "%zu bytes past the end of shared array '%s' (%zu bytes)", at - before->bytes,
-             before->name, before->bytes);
-}
-static Name name_of(uintptr_t p) {
-  Name name = {};
-  if (p - (uintptr_t)shared_memory < SHARED_ROOM) {
-    name_shared(p, name);
-    return name;
-  }
-  uintptr_t best = (uintptr_t)1 << 40;
-  for (int i = 0; i < num_ranges && best; i++) {
-    const Range& r = ranges[i];
-    const bool before = p < r.begin, past = p >= r.end;
-    const uintptr_t distance = before ? r.begin - p : past ? p - r.end : 0;
-    if (distance >= best && distance) continue;
-    best = distance;
-    snprintf(name.array, sizeof name.array, "%s", r.name);
-    if (before || past)
-      snprintf(name.where, sizeof name.where, "%zu bytes %s '%s' (%zu bytes)", (size_t)distance,
-               before ? "before the start of" : "past the end of", r.name, (size_t)(r.end - r.begin));
-    else
-      snprintf(name.where, sizeof name.where, "'%s' (element %zu of %zu)", r.name, (size_t)(p - r.begin) / r.element,
-               (size_t)(r.end - r.begin) / r.element);
-  }
-  if (!name.array[0]) snprintf(name.where, sizeof name.where, "wild address %p", (void*)p);
-  return name;
-}
-
-__attribute__((noreturn, noinline))
-static void blame(const char* kind, Place place, uintptr_t p, const char* what) {
-  const Name name = name_of(p);
-  fail(kind, place, name.array, "%s %s", what, name.where);
-}
 
 // ---- races ------------------------------------------------------------------------------------------------------------
 static bool conflicts(const Access& before, const Thread& t, bool in_shared) {
@@ -239,7 +137,8 @@ static void check_shared(uintptr_t p, size_t n, Use use, Place place) {
   }
   touch(shared_cells + offset, n, 1, use.writes, use.atomic, true, p, place);
   if ((!use.writes || use.atomic) && use.poison == REPORT)
-    if (const void* hole = memchr(shared_written + offset, 0, n)) blame_poison(place, p + ((uint8_t*)hole - shared_written - offset));
+    if (const void* hole = memchr(shared_written + offset, 0, n))
+      blame_poison(place, (uintptr_t)shared_memory + (size_t)((const uint8_t*)hole - shared_written));
   if (use.writes) memset(shared_written + offset, 1, n);
 }
 
@@ -273,10 +172,10 @@ static void check(const void* address, size_t n, Use use, Place place) {
   else
     check_global(p, n, use, place);
 }
-static void check_aligned(const void* address, size_t n, bool writes, Place place) {
+static void check_aligned(const void* address, size_t n, Place place, const char* access) {
   if (!((uintptr_t)address & (n - 1))) return;
   char what[64];
-  snprintf(what, sizeof what, "misaligned %zu-byte %s at", n, writes ? "write" : "read");
+  snprintf(what, sizeof what, "misaligned %zu-byte %s at", n, access);
   blame("misaligned", place, (uintptr_t)address, what);
 }
 
@@ -292,15 +191,24 @@ static void fresh_shared_memory() {
 }
 }  // namespace simt
 
-// An array gets its place when the block's first thread meets it. Red zones lie between arrays.
+// An array gets its place when the block's first thread meets it. Red zones lie between arrays. The dynamic array has
+// the address of simt_here for its key.
 void* simt_shared(const void* key, size_t bytes, size_t align, const char* name) {
   using namespace simt;
   for (int i = 0; i < num_shared_arrays; i++)
     if (shared_arrays[i].key == key) return shared_memory + shared_arrays[i].offset;
   if (align < 16) align = 16;
   const size_t offset = (shared_end + 32 + align - 1) & ~(align - 1);
-  if (num_shared_arrays == MAX_SHARED_ARRAYS || offset + bytes > SHARED_ROOM)
-    fail("shared memory", {}, name, "no room for the shared array '%s' of %zu bytes", name, bytes);
+  size_t total = bytes, of_static = key == &simt_here ? 0 : bytes;
+  for (int i = 0; i < num_shared_arrays; i++) {
+    total += shared_arrays[i].bytes;
+    if (shared_arrays[i].key != &simt_here) of_static += shared_arrays[i].bytes;
+  }
+  const bool fits = total <= SHARED_BYTES && of_static <= STATIC_SHARED_BYTES && offset + bytes <= SHARED_ROOM;
+  if (!fits || num_shared_arrays == MAX_SHARED_ARRAYS)
+    fail("shared memory", {__builtin_return_address(0), nullptr, 0}, name,
+         "no room for shared array '%s' (%zu bytes): %zu bytes in all, of them %zu static, where %zu and %zu fit", name, bytes,
+         total, of_static, SHARED_BYTES, STATIC_SHARED_BYTES);
   shared_end = offset + bytes;
   shared_dirty = shared_end + 32;
   shared_arrays[num_shared_arrays++] = {key, name, offset, bytes};
@@ -310,7 +218,7 @@ void* simt_shared(const void* key, size_t bytes, size_t align, const char* name)
 void simt_atomic(void* address, int bytes, const char* file, int line) {
   using namespace simt;
   const Place place = {nullptr, file, line};
-  check_aligned(address, (size_t)bytes, true, place);
+  check_aligned(address, (size_t)bytes, place, "atomic");
   if (launch.check) check(address, (size_t)bytes, {true, true, REPORT}, place);
 }
 

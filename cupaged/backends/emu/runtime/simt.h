@@ -49,6 +49,7 @@ SIMT_API void simt_ldmatrix(int matrices, int transposed, uint32_t* r, const voi
 SIMT_API void simt_cp_async(void* shared, const void* global, int bytes, int valid, const char* file, int line);
 SIMT_API void simt_cp_commit();
 SIMT_API void simt_cp_wait(int groups_in_flight);
+SIMT_API void simt_aligned(const void* address, int bytes, const char* file, int line);
 SIMT_API void simt_copy(void* to, const void* from, int bytes, const char* file, int line);
 SIMT_API void* simt_shared(const void* key, size_t bytes, size_t align, const char* name);
 SIMT_API void simt_atomic(void* address, int bytes, const char* file, int line);

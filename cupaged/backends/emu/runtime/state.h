@@ -31,19 +31,19 @@ struct Thread {
   int line;
   uint32_t mask;                  // of the collective that it waits in
   uint64_t value, result;         // what a shuffle or a vote gives and gets
-  int source;
+  int source, missing;            // the lane that a shuffle names; and the one that is not there, or NO_LANE
   void* operand;                  // of mma and ldmatrix
   int copies, groups, group_end[16];
   uint32_t seen[WARP];
 };
 
 enum Schedule : uint32_t { FORWARD, REVERSE, DEPTH, RANDOM };
-struct Launch {  // mirrored in library.py
+struct Launch {  // mirrored in launch.py
   uint32_t grid[3], block[3];
   uint32_t dynamic_bytes, schedule, seed, check;
 };
 
-struct Failure {  // mirrored in library.py
+struct Failure {  // mirrored in launch.py
   char kind[32], what[512], array[64], file[256];
   const void* address;  // of the code, or null
   int32_t line;

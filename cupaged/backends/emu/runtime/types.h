@@ -50,8 +50,9 @@ static inline uint16_t to_half(float f) {
   const uint32_t sign = (u >> 16) & 0x8000;
   u &= 0x7fffffffu;
   if (u > 0x7f800000u) return 0x7fff;
-  if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);                                 // rounds to infinity
-  if (u < 0x38800000u) return (uint16_t)(sign | (bits_of(float_of(u) + 0.5f) - 0x3f000000u));  // subnormal: the adder rounds
+  if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00);  // rounds to infinity
+  if (u < 0x38800000u)  // subnormal: the adder rounds
+    return (uint16_t)(sign | (bits_of(float_of(u) + 0.5f) - 0x3f000000u));
   return (uint16_t)(sign | ((u + 0xfffu + ((u >> 13) & 1) - (112u << 23)) >> 13));
 }
 static inline float from_half(uint16_t h) {
@@ -66,8 +67,8 @@ static inline float from_half(uint16_t h) {
 static inline uint8_t to_e4m3(float f) {
   const uint32_t u = bits_of(f), sign = u >> 24 & 0x80, magnitude = u & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return 0x7f;
-  if (magnitude >= 0x43e00000u) return (uint8_t)(sign | 0x7e);                            // 448 and above
-  if (magnitude < 0x3c800000u)                                                            // below 2^-6: subnormal, steps of 2^-9
+  if (magnitude >= 0x43e00000u) return (uint8_t)(sign | 0x7e);  // 448 and above
+  if (magnitude < 0x3c800000u)  // below 2^-6: subnormal, in steps of 2^-9
     return (uint8_t)(sign | (bits_of(float_of(magnitude) + 16384.0f) - 0x46800000u));
   return (uint8_t)(sign | ((magnitude + 0x7ffffu + (magnitude >> 20 & 1) - (120u << 23)) >> 20));
 }
