@@ -143,6 +143,7 @@ class Scheduler:
         while draft.budget and not draft.preempted and self.waiting and self._admit(self._admission.choose(self.waiting)):
             self._plan_request(self.running[-1], draft)
 
+        self.cache.pin_all(item.blocks for item in draft.items)
         draft.items.sort(key=lambda item: item.num_tokens > 1)
         swap_out, swap_in = self.cache.take_swaps()
         copies = self.cache.take_copies()
@@ -204,13 +205,11 @@ class Scheduler:
         for item in [item for item in draft.items if item.seq_id in ids]:
             draft.items.remove(item)
             draft.budget += item.num_tokens
-            self.cache.unpin(item.blocks)
 
     def _plan(self, sequence: Sequence, count: int, blocks: IntArray) -> ScheduledSequence:
-        """Schedule the sequence's next `count` tokens, and pin its blocks."""
+        """Schedule the sequence's next `count` tokens over its blocks."""
         start = sequence.num_computed + sequence.num_scheduled
         stop = start + count
-        self.cache.pin(blocks)
         request = sequence.request
         targets = None if request.prompt_reported else request.prompt_token_ids[start + 1 : stop + 1]
         sequence.num_scheduled += stop - start

@@ -55,8 +55,7 @@ BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("bat
 BUGS = (
     # ---- the pool
     Bug("freed while a plan reads it (no pins)", SCHEDULER, (
-        ("        self.cache.pin(blocks)\n", ""),
-        ("            draft.budget += item.num_tokens\n            self.cache.unpin(item.blocks)\n", "            draft.budget += item.num_tokens\n"),
+        ("        self.cache.pin_all(item.blocks for item in draft.items)\n", ""),
         ("        self.cache.unpin_all(item.blocks for item in plan.sequences)\n", ""),
     )),
     Bug("released, and still counted", POOL, (("        self.counts[blocks] = counts\n        idle", "        idle"),)),

@@ -356,16 +356,15 @@ class CacheManager:
     def unpin(self, blocks: IntArray) -> None:
         self._let_go(self._pool.unpin(blocks[blocks >= 0]))
 
+    def pin_all(self, tables: Iterable[IntArray]) -> None:
+        """`pin` the blocks of several sequences."""
+        for blocks in _together(tables):
+            self.pin(blocks)
+
     def unpin_all(self, tables: Iterable[IntArray]) -> None:
-        """`unpin` the blocks of several sequences: in one go, unless some of them share blocks."""
-        tables = list(tables)
-        blocks = np.concatenate([np.empty(0, np.int32), *tables])
-        blocks = blocks[blocks >= 0]
-        if len(np.unique(blocks)) == len(blocks):
+        """`unpin` the blocks of several sequences."""
+        for blocks in _together(tables):
             self.unpin(blocks)
-        else:
-            for table in tables:
-                self.unpin(table)
 
     # ---- room
 
@@ -407,3 +406,11 @@ class CacheManager:
         self._swap.check_invariants()
         self._pool.check_invariants(references, self._tree.fill)
         self._evictable.check_invariants()
+
+
+def _together(tables: Iterable[IntArray]) -> list[IntArray]:
+    """The tables' blocks in one array; or table by table, where some share a block."""
+    each = list(tables)
+    blocks = np.concatenate([np.empty(0, np.int32), *each])
+    blocks = blocks[blocks >= 0]
+    return [blocks] if len(np.unique(blocks)) == len(blocks) else each
