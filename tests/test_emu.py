@@ -143,6 +143,19 @@ BROKEN = {
     ),
     "blocks write the same number": ("out[0] = 1.0f;", ("data race",)),
     "a block reads what another wrote": ("if (threadIdx.x == 0) out[blockIdx.x] = 1.0f + out[1 - blockIdx.x];", ("data race",)),
+    "a lane writes what all of them read, with nothing but a shuffle between": (
+        """SHARED(float, s, 1);
+        if (threadIdx.x == 0) s[0] = 1.0f;
+        __syncwarp();
+        const float v = s[0] + __shfl_xor_sync(0xffffffffu, s[0], 1);
+        if (threadIdx.x == 0) s[0] = v;
+        out[blockIdx.x * 32 + threadIdx.x] = v;""",
+        ("data race",),
+    ),
+    "a block writes what it and another one read": (
+        "if (threadIdx.x == 0) { out[blockIdx.x] = x[0]; if (blockIdx.x == 1) x[0] = out[1] + 1.0f; }",
+        ("data race",),
+    ),
     "one copy is waited for and the other read": (
         """SHARED(float, s, 8);
         if (threadIdx.x == 0) { async16(s, x, 16); simt_cp_commit(); async16(s + 4, x, 16); simt_cp_commit(); simt_cp_wait(1); out[0] = s[0] + s[4]; }""",
@@ -232,7 +245,7 @@ def test_only_a_use_of_an_unwritten_value_is_blamed(dtype: Any) -> None:
         launch(body, (out, source), f"float* out, const {scalar}* x", block=2)
 
 
-def test_bytes_that_the_host_wrote_are_known_whatever_they_are() -> None:
+def test_bytes_that_were_written_are_known_whatever_they_are() -> None:
     data = empty((2, 64), np.uint8)
     use = "volatile unsigned char used = x[threadIdx.x];"
     poison = np.frombuffer(np.full(32, 0x7FA5, np.uint16).tobytes(), np.uint8)
@@ -244,6 +257,8 @@ def test_bytes_that_the_host_wrote_are_known_whatever_they_are() -> None:
     with pytest.raises(KernelError, match="uninitialised 'x'"):
         launch(use, (data[0],), "const unsigned char* x", block=64)
     launch(use, (array(poison),), "const unsigned char* x", block=64)
+    launch("x[threadIdx.x] = threadIdx.x % 2 ? 0x7f : 0xa5;", (data[0],), "unsigned char* x", block=64)
+    launch(use, (data[0],), "const unsigned char* x", block=64)
 
 
 def test_arrays_lie_between_guards_and_release_their_marks() -> None:

@@ -2,7 +2,8 @@
 
 A program is a few rounds for 64 threads: in each a thread reads and writes a few shared numbers, then it synchronises
 with its half warp, its warp, the block or nobody. The oracle keeps a vector clock of all threads: two accesses to one
-number, at least one of them a write, race when neither clock has seen the other.
+number, at least one of them a write, race when neither clock has seen the other. Shuffles make lanes wait for each other
+and order nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import pytest
 from cupaged.backends.emu import Module, Schedule, array, find_compiler
 from cupaged.errors import BackendError, KernelError
 
-THREADS, NUMBERS, ACCESSES = 64, 6, 2
+THREADS, NUMBERS, ACCESSES = 64, 6, 3
 NOTHING, READ, WRITE = 0, 100, 200  # plus the number's index
-ALONE, HALF_WARP, WARP, BLOCK = range(4)
+ALONE, SHUFFLE, HALF_WARP, WARP, BLOCK = range(5)
 
 INTERPRETER = f"""
 extern "C" __global__ void interpret(const int* accesses, const int* syncs, int rounds, float* out) {{
@@ -35,6 +36,7 @@ extern "C" __global__ void interpret(const int* accesses, const int* syncs, int 
       else if (access >= {READ}) sum += numbers[access - {READ}];
     }}
     const int sync = syncs[round * 4 + threadIdx.x / 16];
+    if (sync == {SHUFFLE}) sum += __shfl_xor_sync(0xffffffffu, 0.0f, 1);
     if (sync == {HALF_WARP}) __syncwarp(threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u);
     if (sync == {WARP}) __syncwarp();
     if (sync == {BLOCK}) __syncthreads();
@@ -52,11 +54,12 @@ class Program:
 
 def random_program(rng: np.random.Generator, halves: bool) -> Program:
     rounds = int(rng.integers(2, 6))
-    busy = rng.random((rounds, ACCESSES, THREADS)) < rng.choice([0.01, 0.02, 0.05])
-    if rng.random() < 0.5:  # within one warp, where __syncwarp is all there is
-        busy[..., 32:] = False
-    kinds = np.where(rng.random(busy.shape) < 0.4, WRITE, READ) + rng.integers(0, NUMBERS, busy.shape)
-    of_warps = rng.choice([ALONE, WARP, WARP], (rounds, 2))
+    of_one_warp = rng.random() < 0.6  # where __syncwarp is all there is
+    active = rng.choice(32 if of_one_warp else THREADS, rng.integers(2, 6), replace=False)
+    busy = np.zeros((rounds, ACCESSES, THREADS), bool)
+    busy[..., active] = rng.random((rounds, ACCESSES, len(active))) < 0.3
+    kinds = np.where(rng.random(busy.shape) < 0.25, WRITE, READ) + rng.integers(0, NUMBERS, busy.shape)
+    of_warps = rng.choice([ALONE, SHUFFLE, WARP, WARP], (rounds, 2))
     syncs = np.repeat(of_warps, 2, axis=1)
     if halves:
         some = rng.random(syncs.shape) < 0.5
@@ -117,7 +120,7 @@ def error_of(interpreter: Any, program: Program, schedule: Schedule, seed: int) 
 def test_a_race_is_reported_if_and_only_if_there_is_one(interpreter: Any, halves: bool) -> None:
     rng = np.random.default_rng(11 + halves)
     races = 0
-    for seed in range(150):
+    for seed in range(250):
         program = random_program(rng, halves)
         expected = has_race(program)
         races += expected
@@ -125,4 +128,4 @@ def test_a_race_is_reported_if_and_only_if_there_is_one(interpreter: Any, halves
             error = error_of(interpreter, program, schedule, seed)
             assert (error is not None) == expected, (seed, schedule, program)
             assert error is None or (error.kind, error.array) == ("data race", "numbers"), str(error)
-    assert 30 < races < 120
+    assert 60 < races < 190

@@ -160,8 +160,8 @@ __attribute__((no_sanitize("thread"), noinline)) T atomicCAS(T* p, typename std:
 template <class T> static inline T __ldg(const T* p) { return *p; }
 template <class A, class B> static inline typename std::common_type<A, B>::type min(A a, B b) { return b < a ? b : a; }
 template <class A, class B> static inline typename std::common_type<A, B>::type max(A a, B b) { return a < b ? b : a; }
-static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-#define __expf(x) expf(x)  // macros, for the C library has functions of these names
+#define rsqrtf(x) (1.0f / sqrtf(x))  // macros, for the C library has functions of these names, some since glibc 2.42
+#define __expf(x) expf(x)
 #define __logf(x) logf(x)
 static inline float __fdividef(float a, float b) { return a / b; }
 static inline float __frcp_rn(float a) { return 1.0f / a; }
