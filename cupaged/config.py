@@ -132,7 +132,10 @@ class ModelConfig:
 
         In int8 every head's key and value has a float32 scale beside it.
         """
-        head = self.head_dim + 4 if kv_cache_dtype == "int8" else self.head_dim * (2 if "16" in kv_cache_dtype else 4)
+        if kv_cache_dtype == "int8":
+            head = self.head_dim + 4
+        else:
+            head = self.head_dim * {"float16": 2, "bfloat16": 2}.get(kv_cache_dtype, 4)
         return 2 * self.num_layers * self.num_kv_heads * head
 
 

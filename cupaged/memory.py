@@ -55,8 +55,8 @@ def size_pool(config: EngineConfig, model: ModelConfig, available: int) -> Engin
     """The config with `num_blocks` and `max_model_len` decided.
 
     num_blocks, else kv_cache_memory, else the smaller of FREE_SHARE of `available` bytes and what max_num_seqs
-    sequences of max_model_len take. Where max_model_len was left open, it is the model's, or what the pool holds if that is less. Raises ConfigError for a pool that
-    cannot hold one sequence.
+    sequences of max_model_len take. Where max_model_len was left open, it is the model's, or what the pool holds if that
+    is less. Raises ConfigError for a pool that cannot hold one sequence.
     """
     if config.max_model_len is not None and config.max_model_len > model.longest:
         raise ConfigError(f"max_model_len ({config.max_model_len}) is above the model's {model.longest} positions")

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from cupaged.backends import open_backend
+from cupaged.backends.base import AttentionBatch
 from cupaged.backends.cpu import CpuBackend
 from cupaged.backends.cpu_threads import Team, usable_cores
-from cupaged.errors import ConfigError
+from cupaged.errors import ConfigError, InvariantError
+from tests.support.steps import load_batch
 
 LINEAR_AND_NORM = """
 import numpy as np
@@ -123,6 +125,87 @@ def test_the_threads_end_with_the_team() -> None:
     for worker in workers:
         worker.join(timeout=5)
         assert not worker.is_alive()
+
+
+# ---- what would let a kernel write outside its arrays, or wait for ever
+
+
+def test_an_operation_on_other_rows_than_its_batch_has_is_refused() -> None:
+    backend = CpuBackend(1)
+    step = AttentionBatch(
+        positions=np.array([3, 4, 5], np.int32), slots=np.array([3, 4, 5], np.int64), block_tables=np.zeros((1, 1), np.int32),
+        query_start=np.array([0, 3], np.int32), context_lens=np.array([6], np.int32), num_decode=0, max_context=6,
+    )  # fmt: skip
+    batch = load_batch(backend, step, block_size=8, vocab_size=1)
+    key, value = (cache[0] for cache in backend.new_kv_cache(1, 1, 1, 8, 4))
+    table, matrix = np.ones((6, 2), np.float32), backend.load_matrix([Zeros(1, 4)])
+    for rows in (1, 2, 4):
+        qkv, out = np.zeros((rows, 12), np.float32), np.zeros((rows, 4), np.float32)
+        with pytest.raises(InvariantError, match="3 rows"):
+            backend.embedding(matrix, batch, out)
+        with pytest.raises(InvariantError, match="3 rows"):
+            backend.rope_and_cache(qkv, table, table, batch, 1, key, value)
+        with pytest.raises(InvariantError, match="3 rows"):
+            backend.attention(qkv, key, value, batch, 1, 1.0, 0, out)
+    out = backend.empty((3, 4), np.float32)
+    run = backend.record(lambda rows: backend.embedding(matrix, batch, out[:rows]), 3)
+    run(3)
+    with pytest.raises(InvariantError, match="3 rows"):
+        run(2)
+    with pytest.raises(InvariantError, match="rows"):
+        backend.record(lambda rows: backend.embedding(matrix, batch, np.empty((4, 4), np.float32)), 4)
+
+
+class Zeros:
+    name, storage = "zeros", "F32"
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        return np.zeros(self.shape, np.float32)[start:stop]
+
+
+def test_interrupts_at_any_moment_neither_hang_nor_tear_a_program() -> None:
+    """A member that never came to a barrier would let the others wait there for ever."""
+    code = """
+import os, signal, threading, time
+import numpy as np
+from cupaged.backends.base import AttentionBatch
+from cupaged.backends.cpu import CpuBackend
+class Ones:
+    name, storage, shape = "ones", "F32", (64, 64)
+    def read(self, start=0, stop=None):
+        return np.ones((64, 64), np.float32)[start:stop]
+backend = CpuBackend(3)
+matrix, x, y = backend.load_matrix([Ones()]), np.ones((4, 64), np.float32), np.zeros((4, 64), np.float32)
+def build(rows):
+    for _ in range(20):
+        backend.linear(x[:rows], matrix, y[:rows])
+run = backend.record(build, 4)
+stop, armed = threading.Event(), threading.Event()
+def shoot():
+    armed.wait()
+    while not stop.is_set():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.0002)
+threading.Thread(target=shoot, daemon=True).start()
+interrupted, end = 0, time.monotonic() + 4
+while not stop.is_set():
+    try:
+        armed.set()
+        while time.monotonic() < end:
+            y[:] = 0
+            run(4)
+            assert (y == 64).all()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        stop.set()
+    except KeyboardInterrupt:
+        interrupted += 1
+print("interrupted", interrupted > 100)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout == "interrupted True\n", run.stderr[-500:]
 
 
 # ---- the kernels' cache

@@ -413,6 +413,16 @@ def test_scores_that_are_all_far_below_zero(backend: Backend) -> None:
     paged.check_attention(backend, scale=1.0, tolerance=1e-3)
 
 
+def test_a_nan_in_a_query_shows_in_its_row_and_in_no_other(backend: Backend) -> None:
+    paged = Paged([70, 90], [1, 20], 16, 1, 2, 32)
+    paged.qkv[3, :32] = np.nan
+    out = np.empty((21, 64), np.float32)
+    backend.attention(paged.qkv, *paged.fill(backend), paged.load(backend), 2, 0.3, 0, out)
+    assert np.isnan(out[3, :32]).all()
+    out[3, :32] = 0
+    assert np.isfinite(out).all()
+
+
 def test_rows_of_no_sequence_are_zeros(backend: Backend) -> None:
     paged = Paged([5, 9], [1, 4], 4, 1, 2, 8)
     batch, extra = paged.batch, 3

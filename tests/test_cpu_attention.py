@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cupaged.backends import cpu_cache, cpu_paged_attention
 from cupaged.backends.base import AttentionBatch, BatchLimits
 from cupaged.backends.cpu_batch import CpuBatch
-from cupaged.backends.cpu_cache import KINDS, KvKind
+from cupaged.backends.cpu_kv_numbers import KINDS, KvKind, kind_of
 from cupaged.backends.cpu_program import Crew, operation
 from cupaged.backends.cpu_threads import Team
 from cupaged.backends.reference import ReferenceBackend
@@ -113,7 +113,7 @@ class Pool:
         table = []
         if write:
             table.append(operation(cpu_cache.rope_and_cache(self.kind.index).address, count, addresses(cpu_cache.rope_and_cache_words(qkv, self.cos, self.sin, batch, self.heads, *caches))))
-        table.append(operation(cpu_paged_attention.attention(self.kind.index).address, count, addresses(cpu_paged_attention.words(qkv, *caches, batch, self.heads, scale, window, out[own]))))
+        table.append(operation(cpu_paged_attention.attention.address, count, addresses(cpu_paged_attention.words(self.kind, qkv, *caches, batch, self.heads, scale, window, out[own]))))
         crew(threads).run(np.stack(table))
         assert (out[[0, -1]] == RIM).all()
         owners = [s for s, context in enumerate(rows.context_lens) for _ in range(rows.query_start[s + 1] - rows.query_start[s])]
@@ -299,10 +299,10 @@ def test_float16_keeps_numbers_that_are_too_large_finite() -> None:
 
 
 def test_kinds_are_known_by_their_names() -> None:
-    assert cpu_cache.kind_of("auto") is cpu_cache.kind_of("float32") is FLOAT32
-    assert cpu_cache.kind_of("int8") is INT8
+    assert kind_of("auto") is kind_of("float32") is FLOAT32
+    assert kind_of("int8") is INT8
     with pytest.raises(ConfigError, match="int4"):
-        cpu_cache.kind_of("int4")
+        kind_of("int4")
 
 
 # ---- the batch

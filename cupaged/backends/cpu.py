@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.backends import cpu_cache, cpu_formats, cpu_gemm, cpu_paged_attention, cpu_rows, cpu_sampling, sampling
+from cupaged.backends import cpu_cache, cpu_gemm, cpu_matrix, cpu_paged_attention, cpu_rows, cpu_sampling, sampling
 from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
+from cupaged.backends.checks import check_block_pairs, check_within
 from cupaged.backends.cpu_batch import CpuBatch
-from cupaged.backends.cpu_formats import Format
 from cupaged.backends.cpu_jit import OperationKernel
-from cupaged.backends.cpu_program import Crew, Words, aligned, operation
+from cupaged.backends.cpu_kv_numbers import kind_of
+from cupaged.backends.cpu_matrix import PackedMatrix
+from cupaged.backends.cpu_program import Crew, Words, aligned, float_word, operation
 from cupaged.backends.cpu_threads import Team, usable_cores
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
@@ -34,26 +36,6 @@ U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """Some columns of a matrix in one format: uint8 [groups, blocks, block_bytes], and where they begin."""
-
-    kind: Format
-    weight: npt.NDArray[np.uint8]
-    first: int
-    columns: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedMatrix:
-    """[inputs, columns]; parts that are stored differently are packed one by one. bias float32 [columns], or None."""
-
-    inputs: int
-    columns: int
-    parts: tuple[Packed, ...]
-    bias: F32 | None
-
-
 @dataclass
 class _Record:
     """The operations of a program while it is built, and its number of rows when it runs."""
@@ -62,6 +44,7 @@ class _Record:
     operations: list[Words] = field(default_factory=list)
     arrays: list[Any] = field(default_factory=list)
     """Everything whose address is in the table."""
+    batches: list[CpuBatch] = field(default_factory=list)
 
 
 class CpuBackend:
@@ -77,7 +60,7 @@ class CpuBackend:
     def __init__(self, threads: int | None = None, dtype: str = "auto", kv_dtype: str = "auto") -> None:
         self.threads = threads or usable_cores()
         self.dtype = dtype
-        self._kv_kind = cpu_cache.kind_of(kv_dtype)
+        self._kv_kind = kind_of(kv_dtype)
         self._team = Team(self.threads)
         self._crew = Crew(self._team)
         self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
@@ -111,10 +94,13 @@ class CpuBackend:
         finally:
             self._record = None
         table = np.stack(record.operations)
+        record.batches = list(dict.fromkeys(record.batches))
 
         def run(rows_now: int) -> None:
             if not 1 <= rows_now <= rows:
                 raise InvariantError(f"a program recorded for up to {rows} rows is run for {rows_now}")
+            for batch in record.batches:
+                _expect_rows(rows_now, batch.rows)
             record.rows[0] = rows_now
             self._crew.run(table)
 
@@ -132,45 +118,28 @@ class CpuBackend:
         record.rows[0] = rows
         self._crew.run(table[None], alone=work < TEAM_WORK)
 
+    def _join(self, batch: CpuBatch, rows: int) -> None:
+        """An operation of `rows` rows reads a batch, which must have as many: now, or whenever the program runs."""
+        if self._record is None:
+            _expect_rows(rows, batch.rows)
+        elif rows > batch.limits.rows:
+            raise InvariantError(f"an operation of {rows} rows is recorded over a batch of at most {batch.limits.rows}")
+        else:
+            self._record.batches.append(batch)
+
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
-        runs: list[list[TensorSource]] = []
-        for part in parts:
-            if runs and runs[-1][0].storage == part.storage:
-                runs[-1].append(part)
-            else:
-                runs.append([part])
-        packed, first = [], 0
-        for run in runs:
-            columns = sum(part.shape[0] for part in run)
-            packed.append(Packed(*self._pack(run), first, columns))
-            first += columns
-        return PackedMatrix(parts[0].shape[1], first, tuple(packed), _read_all(bias))
+        return cpu_matrix.stacked(self.dtype, parts, bias)
 
     def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
-        kind = cpu_formats.choose(self.dtype, [gate, up])
-        rows, inputs = gate.shape
-        weight = self._new_matrix(kind, 2 * cpu_formats.GROUP * -(-rows // cpu_formats.GROUP), inputs)
-        half = len(weight) // 2
-        cpu_formats.pack([gate], kind, weight[:half])
-        cpu_formats.pack([up], kind, weight[half:])
-        return PackedMatrix(inputs, rows, (Packed(kind, weight, 0, rows),), _read_all(bias))
+        return cpu_matrix.gate_up(self.dtype, gate, up, bias)
 
     def load_vector(self, source: TensorSource) -> F32:
-        return np.ascontiguousarray(source.read(), np.float32)
+        return cpu_matrix.vector([source])
 
     def load_embedding(self, source: TensorSource, *, tied: bool) -> PackedMatrix:
-        return self.load_matrix([source])
-
-    def _pack(self, parts: Sequence[TensorSource]) -> tuple[Format, npt.NDArray[np.uint8]]:
-        kind = cpu_formats.choose(self.dtype, parts)
-        weight = self._new_matrix(kind, sum(part.shape[0] for part in parts), parts[0].shape[1])
-        cpu_formats.pack(parts, kind, weight)
-        return kind, weight
-
-    def _new_matrix(self, kind: Format, columns: int, inputs: int) -> npt.NDArray[np.uint8]:
-        return aligned(kind.packed_shape(columns, inputs), np.uint8)
+        return cpu_matrix.stacked(self.dtype, [source])
 
     def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> Any:
         return cpu_cache.new(self._kv_kind, num_layers, num_blocks, num_kv_heads, block_size, head_dim)
@@ -182,6 +151,7 @@ class CpuBackend:
 
     def embedding(self, table: PackedMatrix, batch: CpuBatch, out: F32) -> None:
         (part,) = table.parts
+        self._join(batch, len(out))
         _expect(out.shape[1] == table.inputs and table.columns >= batch.limits.vocab_size, "embedding", out)
         words = part.weight, part.weight.strides[0], table.inputs, batch.token_ids, out, _stride(out)
         self._do(cpu_rows.embedding(part.kind.index), len(out), words, out.size)
@@ -208,18 +178,19 @@ class CpuBackend:
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         _expect(x.shape == out.shape and len(weight) == x.shape[1], "rms_norm", x)
-        words = x, _stride(x), weight, _float(eps), x.shape[1], out, _stride(out)
+        words = x, _stride(x), weight, float_word(eps), x.shape[1], out, _stride(out)
         self._do(cpu_rows.rms_norm, len(out), words, out.size)
 
     def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
         _expect(qkv.shape[1] == (num_heads + 2 * num_kv_heads) * len(q_weight) and len(k_weight) == len(q_weight), "head_rms_norm", qkv)
-        words = qkv, _stride(qkv), q_weight, k_weight, _float(eps), len(q_weight), num_heads, num_kv_heads
+        words = qkv, _stride(qkv), q_weight, k_weight, float_word(eps), len(q_weight), num_heads, num_kv_heads
         self._do(cpu_rows.head_rms_norm, len(qkv), words, qkv.size)
 
     def rope_and_cache(
         self, qkv: F32, cos: F32, sin: F32, batch: CpuBatch, num_heads: int, key_cache: U8, value_cache: U8
     ) -> None:
         kv_heads, head_dim = key_cache.shape[1], 2 * cos.shape[1]
+        self._join(batch, len(qkv))
         self._expect_cache(key_cache, value_cache, batch, head_dim)
         _expect(qkv.shape[1] == (num_heads + 2 * kv_heads) * head_dim and min(len(cos), len(sin)) >= batch.limits.positions, "rope_and_cache", qkv)
         _stride(qkv)
@@ -230,14 +201,15 @@ class CpuBackend:
         self, qkv: F32, key_cache: U8, value_cache: U8, batch: CpuBatch, num_heads: int, scale: float, window: int, out: F32
     ) -> None:
         kv_heads, head_dim, limits = key_cache.shape[1], out.shape[1] // num_heads, batch.limits
+        self._join(batch, len(out))
         self._expect_cache(key_cache, value_cache, batch, head_dim)
         _expect(qkv.shape == (len(out), (num_heads + 2 * kv_heads) * head_dim) and num_heads % kv_heads == 0, "attention", qkv)
         if limits.window and not 1 <= window <= limits.window:
             raise InvariantError(f"attention over a window of {window} would look behind the batch's {limits.window}")
         self._crew.reserve(cpu_paged_attention.scratch_bytes(num_heads // kv_heads, head_dim))
         _stride(qkv), _stride(out)
-        words = cpu_paged_attention.words(qkv, key_cache, value_cache, batch, num_heads, scale, window, out)
-        self._do(cpu_paged_attention.attention(self._kv_kind.index), len(out), words, len(out) * 1000)
+        words = cpu_paged_attention.words(self._kv_kind, qkv, key_cache, value_cache, batch, num_heads, scale, window, out)
+        self._do(cpu_paged_attention.attention, len(out), words, len(out) * 1000)
 
     def _expect_cache(self, key_cache: U8, value_cache: U8, batch: CpuBatch, head_dim: int) -> None:
         size = cpu_cache.block_bytes(self._kv_kind, batch.limits.block_size, head_dim)
@@ -246,8 +218,7 @@ class CpuBackend:
         _expect(fits and key_cache.flags.c_contiguous and value_cache.flags.c_contiguous, "the cache", key_cache)
 
     def gather_rows(self, x: F32, rows: I32, out: F32) -> None:
-        if rows.size and not 0 <= rows.min() <= rows.max() < len(x):
-            raise InvariantError(f"row out of bounds: {rows.min()} .. {rows.max()} is not within 0 .. {len(x) - 1}")
+        check_within("row", rows, 0, len(x))
         _expect(out.shape == (len(rows), x.shape[1]), "gather_rows", x)
         self._do(cpu_rows.gather_rows, len(rows), (x, _stride(x), rows, x.shape[1], out, _stride(out)), out.size)
 
@@ -265,24 +236,14 @@ class CpuBackend:
     # ---- cache maintenance
 
     def copy_blocks(self, key_cache: U8, value_cache: U8, pairs: I32) -> None:
-        _expect_blocks(pairs, key_cache, key_cache)
+        check_block_pairs(pairs, key_cache.shape[1], key_cache.shape[1], within_one_pool=True)
         for stored in (key_cache, value_cache):
             cpu_cache.copy_blocks(stored, stored, pairs)
 
     def swap_blocks(self, source: tuple[U8, U8], target: tuple[U8, U8], pairs: I32) -> None:
-        _expect_blocks(pairs, source[0], target[0])
+        check_block_pairs(pairs, source[0].shape[1], target[0].shape[1], within_one_pool=False)
         for source_cache, target_cache in zip(source, target, strict=True):
             cpu_cache.copy_blocks(source_cache, target_cache, pairs)
-
-
-def _expect_blocks(pairs: I32, source: U8, target: U8) -> None:
-    for column, stored in ((pairs[:, 0], source), (pairs[:, 1], target)):
-        if column.size and not 0 <= column.min() <= column.max() < stored.shape[1]:
-            raise InvariantError(f"block out of bounds: {column.min()} .. {column.max()} is not within 0 .. {stored.shape[1] - 1}")
-
-
-def _read_all(sources: Sequence[TensorSource] | None) -> F32 | None:
-    return None if sources is None else np.ascontiguousarray(np.concatenate([source.read() for source in sources]), np.float32)
 
 
 def _stride(array: npt.NDArray[Any]) -> int:
@@ -291,9 +252,9 @@ def _stride(array: npt.NDArray[Any]) -> int:
     return array.strides[0]
 
 
-def _float(value: float) -> int:
-    """A float32 as the word of an operation."""
-    return int(np.float32(value).view(np.uint32))
+def _expect_rows(rows: int, of_batch: int) -> None:
+    if rows != of_batch:
+        raise InvariantError(f"an operation of {rows} rows reads a batch that holds {of_batch} rows")
 
 
 def _expect(holds: bool, name: str, array: npt.NDArray[Any]) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends.base import AttentionBatch, BatchLimits
+from cupaged.backends.checks import check_batch
 from cupaged.backends.cpu_jit import kernel
 from cupaged.backends.cpu_program import aligned
-from cupaged.backends.reference import check_batch
 from cupaged.errors import InvariantError
 
 I32 = npt.NDArray[np.int32]
@@ -23,7 +23,9 @@ NUM_ROWS, NUM_SEQUENCES, NUM_TASKS, TOKEN_IDS, POSITIONS, SLOTS, TABLES, TABLE_S
 """Words of a batch. TABLE_STRIDE is in bytes."""
 
 SEQUENCE, FIRST_ROW, ROW_COUNT = range(3)
-"""Words of a task, int64 [4]; sequence -1: rows that see nothing."""
+"""Words of a task; sequence -1: rows that see nothing."""
+
+TASK_WORDS = 4
 
 TASK_ROWS = 32
 """Most rows of a task: the more, the less often keys and values are read."""
@@ -50,7 +52,7 @@ class CpuBatch:
         self._slots.fill(-1)
         self._tables = aligned((limits.sequences, limits.table_width), np.int32)
         self._query_start, self._contexts = _zeros(limits.sequences + 1, np.int32), _zeros(limits.sequences, np.int32)
-        self._tasks, self._costs = _zeros((limits.rows, 4), np.int64), _zeros(limits.rows, np.int64)
+        self._tasks, self._costs = _zeros((limits.rows, TASK_WORDS), np.int64), _zeros(limits.rows, np.int64)
         self._writers = _zeros(limits.num_blocks * limits.block_size, np.int32)
         self._bounds = np.array([limits.vocab_size, limits.positions, limits.num_blocks, limits.block_size, limits.window, threads], np.int64)
         self.words = _zeros(16, np.int64)
@@ -83,7 +85,7 @@ class CpuBatch:
 def _is_sound(
     token_ids: Any, positions: Any, slots: Any, tables: Any, query_start: Any, contexts: Any, num_decode: int, max_context: int, bounds: Any, writers: Any
 ) -> bool:
-    """What reference.check_batch checks, but for the capacity of the arrays. `writers` [slots] is zero before and after."""
+    """What checks.check_batch checks, but for the capacity of the arrays. `writers` [slots] is zero before and after."""
     vocab, largest, num_blocks, block_size, window = bounds[0], bounds[1], bounds[2], bounds[3], bounds[4]
     rows, sequences = token_ids.shape[0], contexts.shape[0]
     if positions.shape[0] != rows or slots.shape[0] != rows or query_start.shape[0] != sequences + 1 or tables.shape[0] < sequences:

@@ -11,62 +11,25 @@ of the slot's largest magnitude. A slot that nobody wrote may hold anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import carray
 
 from cupaged.backends.cpu_batch import POSITIONS, SLOTS
 from cupaged.backends.cpu_ir import (
-    F16,
-    F32,
-    GROUP,
-    I8,
-    I16,
-    I32,
-    LANES,
-    Builder,
-    Value,
-    at,
-    constant,
-    emitter,
-    intrinsic_call,
-    load,
-    loop,
     pointer_to_float32,
     pointer_to_int32,
     pointer_to_int64,
-    splat,
-    store,
-    vector,
     word,
 )  # fmt: skip
 from cupaged.backends.cpu_jit import OperationKernel, exact_kernel, operation_kernel
+from cupaged.backends.cpu_kv_numbers import KINDS, KvKind, narrow
 from cupaged.backends.cpu_program import FIRST, PARTS, ROWS, aligned, take_task
-from cupaged.backends.cpu_unpack import CONVERTS_HALVES
-from cupaged.errors import ConfigError
 
 U8 = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class KvKind:
-    """A width of stored numbers."""
-
-    name: str
-    index: int
-    element_bytes: int
-
-    @property
-    def has_scales(self) -> bool:
-        return self.name == "int8"
-
-
-FLOAT32, BFLOAT16, FLOAT16, INT8 = KINDS = (KvKind("float32", 0, 4), KvKind("bfloat16", 1, 2), KvKind("float16", 2, 2), KvKind("int8", 3, 1))
 
 # words of rope_and_cache
 QKV, QKV_STRIDE, COS, SIN, KEY, VALUE, BLOCK_BYTES, BATCH, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = range(FIRST, FIRST + 12)
@@ -75,14 +38,6 @@ _TASK_ROWS = 16
 
 
 # ---- layout
-
-
-def kind_of(name: str) -> KvKind:
-    """The kind of a --kv-dtype; auto is float32."""
-    kinds = {"auto": FLOAT32} | {kind.name: kind for kind in KINDS}
-    if name not in kinds:
-        raise ConfigError(f"keys and values cannot be kept as {name}: choose one of {', '.join(kinds)}")
-    return kinds[name]
 
 
 def scales_at(kind: KvKind, block_size: int, head_dim: int) -> int:
@@ -120,92 +75,6 @@ def read_slots(cache: U8, kind: KvKind, block_size: int, head_dim: int, which: s
     return np.ascontiguousarray(numbers)
 
 
-# ---- numbers
-
-
-def widened(b: Builder, index: int, lanes: int, address: Value) -> Value:
-    """A vector of stored numbers as float32; int8 codes without their scale."""
-    kind, wide = KINDS[index], vector(F32, lanes)
-    if kind is FLOAT32:
-        return load(b, wide, address)
-    if kind is INT8:
-        return b.sitofp(load(b, vector(I8, lanes), address), wide)
-    if kind is FLOAT16 and CONVERTS_HALVES:
-        return b.fpext(load(b, vector(F16, lanes), address), wide)
-    bits = b.zext(load(b, vector(I16, lanes), address), vector(I32, lanes))
-    number = lambda value: constant(I32, lanes, value)  # noqa: E731
-    if kind is BFLOAT16:
-        return b.bitcast(b.shl(bits, number(16)), wide)
-    # the same bits as a float32 are 2^112 times smaller, subnormals included
-    magnitude = b.bitcast(b.shl(b.and_(bits, number(0x7FFF)), number(13)), wide)
-    scaled = b.bitcast(b.fmul(magnitude, constant(F32, lanes, 2.0**112)), vector(I32, lanes))
-    return b.bitcast(b.or_(scaled, b.shl(b.and_(bits, number(0x8000)), number(16))), wide)
-
-
-@emitter(literals=3)
-def widen(b: Builder, index: int, width: int, by_lane: int, source: Value, source_stride: Value, count: Value, scales: Value, target: Value, target_stride: Value) -> None:
-    """Copy `count` runs of `width` (16 or 1) stored numbers to float32.
-
-    int8 is multiplied by the numbers at `scales`: one a lane, or one for all.
-    """
-    lanes = LANES if width == GROUP else 1
-    kind = KINDS[index]
-    parts = range(0, width, lanes)
-    factors = []
-    if kind.has_scales:
-        one = None if by_lane else splat(b, load(b, F32, scales), lanes)
-        factors = [load(b, vector(F32, lanes), scales, 4 * lane) if one is None else one for lane in parts]
-
-    def run(i: Value, _: list[Value]) -> list[Value]:
-        origin, goal = at(b, source, b.mul(i, source_stride)), at(b, target, b.mul(i, target_stride))
-        numbers = [widened(b, index, lanes, at(b, origin, kind.element_bytes * lane)) for lane in parts]
-        for n, lane in enumerate(parts):
-            store(b, b.fmul(numbers[n], factors[n]) if factors else numbers[n], goal, 4 * lane)
-        return []
-
-    loop(b, count, [], run)
-
-
-@emitter(literals=1)
-def _narrow(b: Builder, index: int, number: Value, address: Value) -> None:
-    """Store a float32 at the width of a kind, rounded to nearest even; int8: a number already divided by its scale."""
-    kind = KINDS[index]
-    if kind is FLOAT32:
-        store(b, number, address)
-        return
-    if kind is INT8:
-        code = b.fptosi(intrinsic_call(b, "llvm.nearbyint.f32", F32, number), I32)
-        store(b, b.trunc(code, I8), address)
-        return
-    narrow = _to_bfloat16(b, number) if kind is BFLOAT16 else _to_float16(b, number)
-    b.store(narrow, b.inttoptr(address, I16.as_pointer()), align=2)
-
-
-def _to_bfloat16(b: Builder, number: Value) -> Value:
-    bits = b.bitcast(number, I32)
-    even = b.and_(b.lshr(bits, I32(16)), I32(1))
-    rounded = b.lshr(b.add(b.add(bits, I32(0x7FFF)), even), I32(16))
-    return b.trunc(b.select(b.fcmp_unordered("uno", number, number), I32(0x7FC0), rounded), I16)
-
-
-def _to_float16(b: Builder, number: Value) -> Value:
-    """Numbers out of range become the largest ones: an infinity would spoil every later sum."""
-    largest = ir.Constant(F32, 65504.0)
-    number = b.select(b.fcmp_ordered(">", number, largest), largest, number)
-    number = b.select(b.fcmp_ordered("<", number, b.fneg(largest)), b.fneg(largest), number)
-    if CONVERTS_HALVES:
-        return b.bitcast(b.fptrunc(number, F16), I16)
-    bits = b.bitcast(number, I32)
-    magnitude = b.and_(bits, I32(0x7FFFFFFF))
-    rounded = b.add(b.add(magnitude, I32(0xFFF)), b.and_(b.lshr(magnitude, I32(13)), I32(1)))
-    normal = b.sub(b.lshr(rounded, I32(13)), I32(112 << 10))
-    half = ir.Constant(F32, 0.5)  # the steps of a float32 just above one half are those of float16's subnormals
-    subnormal = b.sub(b.bitcast(b.fadd(b.bitcast(magnitude, F32), half), I32), I32(0x3F000000))
-    size = b.select(b.icmp_unsigned("<", magnitude, I32(113 << 23)), subnormal, normal)
-    size = b.select(b.fcmp_unordered("uno", number, number), I32(0x7E00), size)
-    return b.trunc(b.or_(size, b.lshr(b.and_(bits, I32(-(2**31))), I32(16))), I16)
-
-
 # ---- operations
 
 
@@ -231,19 +100,19 @@ def _write(index: int, head: Any, target: int, stride: int, scale_at: int) -> No
     """One head's numbers to a slot of KINDS[index]: the first at `target`, the next ones `stride` bytes further each."""
     if index == 0:
         for i in range(head.shape[0]):
-            _narrow(0, head[i], target + i * stride)
+            narrow(0, head[i], target + i * stride)
     elif index == 1:
         for i in range(head.shape[0]):
-            _narrow(1, head[i], target + i * stride)
+            narrow(1, head[i], target + i * stride)
     elif index == 2:
         for i in range(head.shape[0]):
-            _narrow(2, head[i], target + i * stride)
+            narrow(2, head[i], target + i * stride)
     else:
         scale = _largest(head) / np.float32(127)
         carray(pointer_to_float32(scale_at), 1)[0] = scale
         factor = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
         for i in range(head.shape[0]):
-            _narrow(3, head[i] * factor, target + i * stride)
+            narrow(3, head[i] * factor, target + i * stride)
 
 
 @exact_kernel

@@ -96,6 +96,16 @@ def _finish(sums: int, rows: int, epilogue: int, bias: int, up_bias: int, width:
                 out[c] = row[c]
 
 
+@kernel
+def _panel_product(more: int, rows: int, x: int, x_stride: int, low: int, high: int, count: int, sums: int) -> None:
+    """sums [rows][32] = (more, if it is not 0: sums +) x [rows][count] times a panel, by tiles of about the same height."""
+    left = rows
+    for passes in range((rows + TILE_ROWS - 1) // TILE_ROWS, 0, -1):
+        r, height = rows - left, (left + passes - 1) // passes
+        left -= height
+        tile_product(more, height, x + r * x_stride, x_stride, low, high, GROUP * 4, count, sums + r * _ROW, _ROW)
+
+
 @cache
 def gemm(format_index: int) -> OperationKernel:
     """The product for weights of FORMATS[format_index]; all in one function, whose constants are numbers, so that it is cached."""
@@ -144,11 +154,7 @@ def gemm(format_index: int) -> OperationKernel:
                             unpack_panel(format_index, low, n // block_k, panel)
                             unpack_panel(format_index, high, n // block_k, panel + _PANEL_BYTES)
                             low, high = panel, panel + _PANEL_BYTES
-                        rows_left = part
-                        for passes in range((part + TILE_ROWS - 1) // TILE_ROWS, 0, -1):  # tiles of about the same height
-                            r, height = part - rows_left, (rows_left + passes - 1) // passes
-                            rows_left -= height
-                            tile_product(k, height, x_rows + r * x_stride + 4 * k, x_stride, low, high, GROUP * 4, n, sums + r * _ROW, _ROW)
+                        _panel_product(k, part, x_rows + 4 * k, x_stride, low, high, n, sums)
                 column = t * width
                 own_bias = bias + 4 * column if bias != 0 else 0
                 target = y + row * y_stride + 4 * column

@@ -21,14 +21,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cupaged.backends.cpu_formats import GROUP as GROUP
+
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 Builder = Any
 Value = Any
-
-GROUP = 16
-"""Columns of a packed matrix that lie side by side, whatever the width of the registers."""
-
 
 def _lanes() -> int:
     features = llvmlite.binding.get_host_cpu_features()
@@ -190,10 +188,10 @@ def switch(b: Builder, value: Value, cases: Sequence[int], body: Callable[[int],
 
 
 def exp(b: Builder, x: Value) -> Value:
-    """e^x for x <= 0 within 2 ulp, never below e^-87: 2^n times a polynomial (the coefficients of Cephes' expf)."""
+    """e^x for x <= 0 within 2 ulp, never below e^-87, NaN of NaN: 2^n times a polynomial (the coefficients of Cephes' expf)."""
     lanes = x.type.count
     number = lambda value: constant(F32, lanes, value)  # noqa: E731
-    x = maximum(b, x, number(-87.0))
+    x = maximum(b, number(-87.0), x)
     n = intrinsic_call(b, f"llvm.nearbyint.v{lanes}f32", x.type, b.fmul(x, number(1.4426950408889634)))
     r = fma(b, n, number(-0.693359375), x)
     r = fma(b, n, number(2.12194440e-4), r)

@@ -1,7 +1,7 @@
 """Attention over the paged cache: scores, softmax and the sum of values, a tile of keys after the other.
 
-A task is some rows of one sequence and the G query heads of a KV head (cpu_batch.py). For every tile of TILE_KEYS slots
-that a row of it sees, beginning at multiples of TILE_KEYS:
+A task is some rows of one sequence (cpu_batch.py), for all KV heads or, where tasks are few, for one. With the G query
+heads of a KV head, for every tile of TILE_KEYS slots that a row sees, beginning at multiples of TILE_KEYS:
 
     scores [rows * G][keys]  = query @ keys          lanes are keys: a key block is already a panel
     weights                  = exp(scores - running maximum), 0 for keys that the row does not see
@@ -17,7 +17,6 @@ Slots that nobody wrote may hold anything: their scores are never looked at, and
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,11 @@ from cupaged.backends.cpu_batch import (
     TABLE_STRIDE,
     TABLES,
     TASK_ROWS,
+    TASK_WORDS,
     TASKS,
     CpuBatch,
 )
-from cupaged.backends.cpu_cache import FLOAT32, KINDS, U8, widen
+from cupaged.backends.cpu_cache import U8, block_bytes, scales_at
 from cupaged.backends.cpu_ir import (
     F32,
     GROUP,
@@ -62,8 +62,9 @@ from cupaged.backends.cpu_ir import (
     vector,
     word,
 )  # fmt: skip
-from cupaged.backends.cpu_jit import OperationKernel, kernel, operation_kernel
-from cupaged.backends.cpu_program import FIRST, PARTS, SCRATCH, take_task
+from cupaged.backends.cpu_jit import kernel, operation_kernel
+from cupaged.backends.cpu_kv_numbers import FLOAT32, KvKind, widen
+from cupaged.backends.cpu_program import FIRST, PARTS, SCRATCH, float_word, take_task
 from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product
 
 TILE_KEYS = 64
@@ -72,25 +73,37 @@ TILE_KEYS = 64
 LOWEST = np.float32(-3.0e38)
 
 # words of an operation
-QKV, QKV_STRIDE, KEYS, VALUES, BATCH, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, SCALE, WINDOW, OUT, OUT_STRIDE = range(FIRST, FIRST + 13)
+QKV, QKV_STRIDE, KEYS, VALUES, BATCH, HEADS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = range(FIRST, FIRST + 9)
+SCALE, WINDOW, OUT, OUT_STRIDE, KIND, ELEMENT_BYTES, BLOCK_BYTES, SCALES_AT = range(FIRST + 9, FIRST + 17)
+
+_FLOAT32 = FLOAT32.index
+_DIRECT_ROWS = 3 * TILE_ROWS
+"""Below so many rows, times heads, keys and values are read where they lie."""
 
 _PANEL = GROUP * 4
+_TASK_BYTES = 8 * TASK_WORDS
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a row of the output while it is summed up: whole tiles."""
+    return -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def scratch_bytes(group: int, head_dim: int) -> int:
     """Scratch memory that a member of the team needs."""
-    width = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
-    rows = TASK_ROWS * group
+    width, rows = padded(head_dim), TASK_ROWS * group
     return 4 * (rows * (head_dim + TILE_KEYS + width + 2) + TILE_KEYS * (head_dim + width)) + 1024
 
 
 def words(
-    qkv: Any, key_cache: U8, value_cache: U8, batch: CpuBatch, num_heads: int, scale: float, window: int, out: Any
+    kind: KvKind, qkv: Any, key_cache: U8, value_cache: U8, batch: CpuBatch, num_heads: int, scale: float, window: int, out: Any
 ) -> tuple[Any, ...]:
-    """The words of the operation; the caches are one layer each."""
+    """The words of the operation; the caches are one layer each, of a kind."""
+    block_size, head_dim = batch.limits.block_size, out.shape[1] // num_heads
     return (
-        *(qkv, qkv.strides[0], key_cache, value_cache, batch.words, num_heads, key_cache.shape[1], batch.limits.block_size),
-        *(out.shape[1] // num_heads, int(np.float32(scale).view(np.uint32)), window, out, out.strides[0]),
+        *(qkv, qkv.strides[0], key_cache, value_cache, batch.words, num_heads, key_cache.shape[1], block_size, head_dim),
+        *(float_word(scale), window, out, out.strides[0]),
+        *(kind.index, kind.element_bytes, block_bytes(kind, block_size, head_dim), scales_at(kind, block_size, head_dim)),
     )
 
 
@@ -142,133 +155,180 @@ def _zero(address: int, count: int) -> None:
         numbers[i] = np.float32(0)
 
 
-@cache
-def attention(kind: int) -> OperationKernel:
-    """The operation for one storage of the cache."""
-    element, has_scales, is_float32 = KINDS[kind].element_bytes, KINDS[kind].has_scales, KINDS[kind] is FLOAT32
-
-    @operation_kernel
-    def attention_operation(team: int, operation: int) -> None:
-        heads, kv_heads, head_dim = word(operation, HEADS), word(operation, KV_HEADS), word(operation, HEAD_DIM)
-        group, block_size, window = heads // kv_heads, word(operation, BLOCK_SIZE), word(operation, WINDOW)
-        scale, batch = float_at(operation, SCALE), word(operation, BATCH)
-        width = (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-        size = block_size * head_dim * element
-        size = (size + 3) // 4 * 4
-        head_bytes = size + (4 * block_size if has_scales else 0)
-        num_tasks = word(batch, NUM_TASKS)
-        most = TASK_ROWS * group
-        query = word(team, SCRATCH)
-        scores = query + 4 * most * head_dim
-        total = scores + 4 * most * TILE_KEYS
-        states = total + 4 * most * width
-        key_tile = states + 8 * most
-        value_tile = key_tile + 4 * TILE_KEYS * head_dim
-        in_place = is_float32 and block_size % GROUP == 0 and head_dim == width
-        # all KV heads of a task lie side by side in a block; where tasks are few, the team shares out the heads
-        span = kv_heads if num_tasks >= 4 * word(team, PARTS) else 1
-        while True:
-            number = take_task(team)
-            if number * span >= num_tasks * kv_heads:
-                return
-            task = word(batch, TASKS) + 32 * (number * span // kv_heads)
-            first_head = number * span % kv_heads
-            sequence, first_row, rows = word(task, SEQUENCE), word(task, FIRST_ROW), word(task, ROW_COUNT)
-            if sequence < 0:
-                for row in range(first_row, first_row + rows):
-                    target = word(operation, OUT) + row * word(operation, OUT_STRIDE) + 4 * first_head * group * head_dim
-                    _zero(target, span * group * head_dim)
-                continue
-            table = carray(pointer_to_int32(word(batch, TABLES) + sequence * word(batch, TABLE_STRIDE)), 1 << 30)
-            position = np.int64(carray(pointer_to_int32(word(batch, POSITIONS) + 4 * first_row), 1)[0])
-            count = rows * group
-            oldest = max(0, position - window + 1) if window > 0 else 0
-            context = position + rows
-            for head in range(first_head, first_head + span):
-                for n in range(count):
-                    source = word(operation, QKV) + (first_row + n // group) * word(operation, QKV_STRIDE) + 4 * (head * group + n % group) * head_dim
-                    numbers = carray(pointer_to_float32(source), head_dim)
-                    scaled = carray(pointer_to_float32(query + 4 * n * head_dim), head_dim)
-                    for i in range(head_dim):
-                        scaled[i] = numbers[i] * scale
-                    state = carray(pointer_to_float32(states + 8 * n), 2)
-                    state[0], state[1] = LOWEST, np.float32(0)
-                _zero(total, count * width)
-                for tile in range(oldest // TILE_KEYS * TILE_KEYS, context, TILE_KEYS):
-                    start, stop = max(tile, oldest), min(tile + TILE_KEYS, context)
-                    direct = in_place and count < 3 * TILE_ROWS
-                    if not direct:
-                        slot = start
-                        while slot < stop:
-                            block, offset, at = table[slot // block_size] * kv_heads + head, slot % block_size, slot - tile
-                            keys, values = word(operation, KEYS) + block * head_bytes, word(operation, VALUES) + block * head_bytes
-                            whole = at % GROUP == 0 and block_size - offset >= GROUP
-                            part = GROUP if whole else min(stop - slot, block_size - offset, GROUP - at % GROUP)
-                            panel = key_tile + at // GROUP * head_dim * _PANEL + 4 * (at % GROUP)
-                            row = element * block_size
-                            if whole:
-                                widen(kind, GROUP, 1, keys + element * offset, row, head_dim, keys + size + 4 * offset, panel, _PANEL)
-                            else:
-                                for t in range(part):
-                                    widen(kind, 1, 1, keys + element * (offset + t), row, head_dim, keys + size + 4 * (offset + t), panel + 4 * t, _PANEL)
-                            for t in range(min(part, stop - slot)):
-                                source, target = values + element * (offset + t) * head_dim, value_tile + 4 * (at + t) * width
-                                factor, whole_groups = values + size + 4 * (offset + t), head_dim // GROUP
-                                widen(kind, GROUP, 0, source, GROUP * element, whole_groups, factor, target, _PANEL)
-                                done = whole_groups * GROUP
-                                widen(kind, 1, 0, source + element * done, element, head_dim - done, factor, target + 4 * done, 4)
-                            slot += part
-                    for at in range(start // TILE_COLUMNS * TILE_COLUMNS, stop, TILE_COLUMNS):
-                        if direct:
-                            # of a pair of groups one may lie outside: its scores are not looked at
-                            left = max(at, start // GROUP * GROUP)
-                            right = at + GROUP if at + GROUP < stop else left
-                            low = word(operation, KEYS) + (table[left // block_size] * kv_heads + head) * head_bytes + 4 * (left % block_size)
-                            high = word(operation, KEYS) + (table[right // block_size] * kv_heads + head) * head_bytes + 4 * (right % block_size)
-                            stride = 4 * block_size
-                        else:
-                            low = key_tile + (at - tile) // GROUP * head_dim * _PANEL
-                            high, stride = low + head_dim * _PANEL, _PANEL
-                        for r in range(0, count, TILE_ROWS):
-                            height = min(TILE_ROWS, count - r)
-                            y = scores + 4 * (r * TILE_KEYS + at - tile)
-                            tile_product(0, height, query + 4 * r * head_dim, 4 * head_dim, low, high, stride, head_dim, y, 4 * TILE_KEYS)
-                    for n in range(count):
-                        own = position + n // group
-                        end = min(TILE_KEYS, own + 1 - tile)
-                        begin = max(0, own - window + 1 - tile) if window > 0 else 0
-                        if begin < end:
-                            _soften(scores + 4 * n * TILE_KEYS, begin, end, states + 8 * n, total + 4 * n * width, width)
-                        else:
-                            _zero(scores + 4 * n * TILE_KEYS, TILE_KEYS)
-                    if direct:
-                        for at in range(start // GROUP * GROUP, stop, GROUP):
-                            begin, end = max(at, start), min(at + GROUP, stop)
-                            values = word(operation, VALUES) + (table[at // block_size] * kv_heads + head) * head_bytes + 4 * head_dim * (begin % block_size)
-                            for r in range(0, count, TILE_ROWS):
-                                height = min(TILE_ROWS, count - r)
-                                for c in range(0, width, TILE_COLUMNS):
-                                    tile_product(
-                                        1, height, scores + 4 * (r * TILE_KEYS + begin - tile), 4 * TILE_KEYS, values + 4 * c, values + 4 * c + _PANEL,
-                                        4 * head_dim, end - begin, total + 4 * (r * width + c), 4 * width,
-                                    )  # fmt: skip
-                    else:
-                        for r in range(0, count, TILE_ROWS):
-                            height = min(TILE_ROWS, count - r)
-                            for c in range(0, width, TILE_COLUMNS):
-                                values = value_tile + 4 * ((start - tile) * width + c)
-                                tile_product(
-                                    1, height, scores + 4 * (r * TILE_KEYS + start - tile), 4 * TILE_KEYS, values, values + _PANEL,
-                                    4 * width, stop - start, total + 4 * (r * width + c), 4 * width,
-                                )  # fmt: skip
-                for n in range(count):
-                    target = word(operation, OUT) + (first_row + n // group) * word(operation, OUT_STRIDE) + 4 * (head * group + n % group) * head_dim
-                    out = carray(pointer_to_float32(target), head_dim)
-                    result = carray(pointer_to_float32(total + 4 * n * width), head_dim)
-                    whole = carray(pointer_to_float32(states + 8 * n), 2)[1]
-                    for i in range(head_dim):
-                        out[i] = result[i] / whole
-
-    return attention_operation
+@kernel
+def _row_of(operation: int, array: int, stride: int, row: int, head: int) -> int:
+    """The address of a query head in a row of qkv or out."""
+    return word(operation, array) + row * word(operation, stride) + 4 * head * word(operation, HEAD_DIM)
 
 
+@kernel
+def _start(operation: int, first_row: int, rows: int, head: int, query: int, states: int) -> None:
+    """The scaled queries [rows * G][D] of a KV head, and states before the first tile."""
+    head_dim, group = word(operation, HEAD_DIM), word(operation, HEADS) // word(operation, KV_HEADS)
+    scale = float_at(operation, SCALE)
+    for n in range(rows * group):
+        numbers = carray(pointer_to_float32(_row_of(operation, QKV, QKV_STRIDE, first_row + n // group, head * group + n % group)), head_dim)
+        scaled = carray(pointer_to_float32(query + 4 * n * head_dim), head_dim)
+        for i in range(head_dim):
+            scaled[i] = numbers[i] * scale
+        state = carray(pointer_to_float32(states + 8 * n), 2)
+        state[0], state[1] = LOWEST, np.float32(0)
+
+
+@kernel
+def _finish(operation: int, first_row: int, rows: int, head: int, total: int, width: int, states: int) -> None:
+    """The output of a KV head: the sums of values over the sums of weights."""
+    head_dim, group = word(operation, HEAD_DIM), word(operation, HEADS) // word(operation, KV_HEADS)
+    for n in range(rows * group):
+        out = carray(pointer_to_float32(_row_of(operation, OUT, OUT_STRIDE, first_row + n // group, head * group + n % group)), head_dim)
+        result = carray(pointer_to_float32(total + 4 * n * width), head_dim)
+        whole = carray(pointer_to_float32(states + 8 * n), 2)[1]
+        for i in range(head_dim):
+            out[i] = result[i] / whole
+
+
+@kernel
+def _product(more: int, rows: int, x: int, x_stride: int, low: int, high: int, panel_stride: int, count: int, y: int, y_stride: int) -> None:
+    """tile_product for any number of rows."""
+    for r in range(0, rows, TILE_ROWS):
+        height = min(TILE_ROWS, rows - r)
+        tile_product(more, height, x + r * x_stride, x_stride, low, high, panel_stride, count, y + r * y_stride, y_stride)
+
+
+@kernel
+def _weigh(rows: int, group: int, position: int, window: int, tile: int, scores: int, states: int, total: int, width: int) -> None:
+    """Scores [rows * G][TILE_KEYS] of a tile become weights; the rows are those from `position` on."""
+    for n in range(rows * group):
+        own = position + n // group
+        end = min(TILE_KEYS, own + 1 - tile)
+        begin = max(0, own - window + 1 - tile) if window > 0 else 0
+        if begin < end:
+            _soften(scores + 4 * n * TILE_KEYS, begin, end, states + 8 * n, total + 4 * n * width, width)
+        else:
+            _zero(scores + 4 * n * TILE_KEYS, TILE_KEYS)
+
+
+@kernel
+def _add_values(rows: int, weights: int, values: int, stride: int, count: int, total: int, width: int) -> None:
+    """total [rows][width] += weights [rows][count] @ values [count][width]; rows of weights are TILE_KEYS numbers apart."""
+    for c in range(0, width, TILE_COLUMNS):
+        first = values + 4 * c
+        _product(1, rows, weights, 4 * TILE_KEYS, first, first + _PANEL, stride, count, total + 4 * c, 4 * width)
+
+
+@kernel
+def _block(operation: int, cache: int, table: int, slot: int, head: int) -> int:
+    """The address of a head's block of keys or values that holds a slot of the sequence."""
+    block = carray(pointer_to_int32(table + 4 * (slot // word(operation, BLOCK_SIZE))), 1)[0]
+    return word(operation, cache) + (block * word(operation, KV_HEADS) + head) * word(operation, BLOCK_BYTES)
+
+
+# ---- a tile of keys and values where it lies: float32, in whole groups of 16 slots
+
+
+@kernel
+def _score_in_place(operation: int, rows: int, table: int, head: int, tile: int, start: int, stop: int, query: int, scores: int) -> None:
+    head_dim, block_size = word(operation, HEAD_DIM), word(operation, BLOCK_SIZE)
+    for at in range(start // TILE_COLUMNS * TILE_COLUMNS, stop, TILE_COLUMNS):
+        # of a pair of groups one may lie outside: its scores are not looked at
+        left = max(at, start // GROUP * GROUP)
+        right = at + GROUP if at + GROUP < stop else left
+        low = _block(operation, KEYS, table, left, head) + 4 * (left % block_size)
+        high = _block(operation, KEYS, table, right, head) + 4 * (right % block_size)
+        _product(0, rows, query, 4 * head_dim, low, high, 4 * block_size, head_dim, scores + 4 * (at - tile), 4 * TILE_KEYS)
+
+
+@kernel
+def _add_values_in_place(operation: int, rows: int, table: int, head: int, tile: int, start: int, stop: int, weights: int, total: int, width: int) -> None:
+    block_size = word(operation, BLOCK_SIZE)
+    for at in range(start // GROUP * GROUP, stop, GROUP):
+        begin, end = max(at, start), min(at + GROUP, stop)
+        values = _block(operation, VALUES, table, at, head) + 4 * width * (begin % block_size)
+        _add_values(rows, weights + 4 * (begin - tile), values, 4 * width, end - begin, total, width)
+
+
+# ---- a tile that is unpacked into scratch memory: keys as panels [TILE_KEYS / 16][D][16], values as [TILE_KEYS][width]
+
+
+@kernel
+def _unpack(operation: int, table: int, head: int, tile: int, start: int, stop: int, keys: int, values: int, width: int) -> None:
+    """Slots start .. stop - 1, and whatever follows them in their group."""
+    kind, element, head_dim, block_size = word(operation, KIND), word(operation, ELEMENT_BYTES), word(operation, HEAD_DIM), word(operation, BLOCK_SIZE)
+    slot = start
+    while slot < stop:
+        offset, at = slot % block_size, slot - tile
+        whole = at % GROUP == 0 and block_size - offset >= GROUP
+        part = GROUP if whole else min(stop - slot, block_size - offset, GROUP - at % GROUP)
+        block = _block(operation, KEYS, table, slot, head)
+        source, scales = block + element * offset, block + word(operation, SCALES_AT) + 4 * offset
+        panel = keys + at // GROUP * head_dim * _PANEL + 4 * (at % GROUP)
+        if whole:
+            widen(GROUP, 1, kind, source, element * block_size, head_dim, scales, panel, _PANEL)
+        else:
+            for t in range(part):
+                widen(1, 1, kind, source + element * t, element * block_size, head_dim, scales + 4 * t, panel + 4 * t, _PANEL)
+        block = _block(operation, VALUES, table, slot, head)
+        scales = block + word(operation, SCALES_AT) + 4 * offset
+        done = head_dim // GROUP * GROUP
+        for t in range(min(part, stop - slot)):
+            source, target = block + element * (offset + t) * head_dim, values + 4 * (at + t) * width
+            widen(GROUP, 0, kind, source, GROUP * element, done // GROUP, scales + 4 * t, target, _PANEL)
+            widen(1, 0, kind, source + element * done, element, head_dim - done, scales + 4 * t, target + 4 * done, 4)
+        slot += part
+
+
+@kernel
+def _score_unpacked(rows: int, head_dim: int, tile: int, start: int, stop: int, query: int, keys: int, scores: int) -> None:
+    for at in range((start - tile) // TILE_COLUMNS * TILE_COLUMNS, stop - tile, TILE_COLUMNS):
+        low = keys + at // GROUP * head_dim * _PANEL
+        _product(0, rows, query, 4 * head_dim, low, low + head_dim * _PANEL, _PANEL, head_dim, scores + 4 * at, 4 * TILE_KEYS)
+
+
+# ---- the operation
+
+
+@operation_kernel
+def attention(team: int, operation: int) -> None:
+    kv_heads, head_dim, window, batch = word(operation, KV_HEADS), word(operation, HEAD_DIM), word(operation, WINDOW), word(operation, BATCH)
+    group = word(operation, HEADS) // kv_heads
+    width = (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    most = TASK_ROWS * group
+    query = word(team, SCRATCH)
+    scores = query + 4 * most * head_dim
+    total = scores + 4 * most * TILE_KEYS
+    states = total + 4 * most * width
+    keys = states + 8 * most
+    values = keys + 4 * TILE_KEYS * head_dim
+    lies_ready = word(operation, KIND) == _FLOAT32 and word(operation, BLOCK_SIZE) % GROUP == 0 and head_dim == width
+    # all KV heads of a task lie side by side in a block; where tasks are few, the team shares out the heads
+    num_tasks = word(batch, NUM_TASKS)
+    span = kv_heads if num_tasks >= 4 * word(team, PARTS) else 1
+    while True:
+        number = take_task(team)
+        if number * span >= num_tasks * kv_heads:
+            return
+        task, first_head = word(batch, TASKS) + _TASK_BYTES * (number * span // kv_heads), number * span % kv_heads
+        sequence, first_row, rows = word(task, SEQUENCE), word(task, FIRST_ROW), word(task, ROW_COUNT)
+        if sequence < 0:
+            for row in range(first_row, first_row + rows):
+                _zero(_row_of(operation, OUT, OUT_STRIDE, row, first_head * group), span * group * head_dim)
+            continue
+        table = word(batch, TABLES) + sequence * word(batch, TABLE_STRIDE)
+        position = np.int64(carray(pointer_to_int32(word(batch, POSITIONS) + 4 * first_row), 1)[0])
+        oldest = max(0, position - window + 1) if window > 0 else 0
+        count = rows * group
+        for head in range(first_head, first_head + span):
+            _start(operation, first_row, rows, head, query, states)
+            _zero(total, count * width)
+            for tile in range(oldest // TILE_KEYS * TILE_KEYS, position + rows, TILE_KEYS):
+                start, stop = max(tile, oldest), min(tile + TILE_KEYS, position + rows)
+                if lies_ready and count < _DIRECT_ROWS:
+                    _score_in_place(operation, count, table, head, tile, start, stop, query, scores)
+                    _weigh(rows, group, position, window, tile, scores, states, total, width)
+                    _add_values_in_place(operation, count, table, head, tile, start, stop, scores, total, width)
+                else:
+                    _unpack(operation, table, head, tile, start, stop, keys, values, width)
+                    _score_unpacked(count, head_dim, tile, start, stop, query, keys, scores)
+                    _weigh(rows, group, position, window, tile, scores, states, total, width)
+                    _add_values(count, scores + 4 * (start - tile), values + 4 * (start - tile) * width, 4 * width, stop - start, total, width)
+            _finish(operation, first_row, rows, head, total, width, states)

@@ -25,7 +25,7 @@ from numba import types
 
 from cupaged.backends.cpu_ir import atomic_add, atomic_load, atomic_store, call_kernel, spin_hint, word
 from cupaged.backends.cpu_jit import kernel
-from cupaged.backends.cpu_threads import Team
+from cupaged.backends.cpu_threads import Leader, Team
 
 WORDS = 24
 """Words of an operation."""
@@ -97,6 +97,7 @@ class Crew:
 
     def __init__(self, team: Team) -> None:
         self.team = team
+        self._leader = Leader()
         self._scratch = np.empty(0, np.uint8)
         self._sync = aligned((3 * _LINE // 8,), np.int64)
         self._sync[:] = 0
@@ -122,7 +123,7 @@ class Crew:
         if alone or self.team.size == 1:
             _run(0, 1, self._alone, table)
         else:
-            self.team.run(_run, self._members, table)
+            self._leader.call(self.team.run, _run, self._members, table)
 
 
 def operation(kernel_address: int, rows: Words, words: Sequence[int]) -> Words:
@@ -131,6 +132,11 @@ def operation(kernel_address: int, rows: Words, words: Sequence[int]) -> Words:
     record[KERNEL], record[ROWS] = kernel_address, rows.ctypes.data
     record[FIRST : FIRST + len(words)] = words
     return record
+
+
+def float_word(value: float) -> int:
+    """A float32 as the word of an operation; cpu_ir.float_at reads it."""
+    return int(np.float32(value).view(np.uint32))
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

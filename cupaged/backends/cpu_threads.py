@@ -1,4 +1,4 @@
-"""Team: a few threads that run one kernel together, each its own part.
+"""Team: a few threads that run one kernel together, each its own part. Leader: one that no interrupt reaches.
 
 A kernel is called as kernel(part, parts, *arguments) and does the rows or tasks part, part + parts, ... of its work.
 The calling thread is the first member. Handing over and waiting costs about 15 us, so the caller runs small work alone.
@@ -77,6 +77,67 @@ def _work(part: int, inbox: _Inbox) -> None:
 def _stop(inboxes: list[_Inbox]) -> None:
     for inbox in inboxes:
         inbox.put(None)
+
+
+class Leader:
+    """A thread of its own that carries out calls which an interrupt (Ctrl-C) must not tear.
+
+    Python raises an interrupt in the main thread, between any two steps of its code. Members of a team who meet at a
+    barrier would wait for ever for one who was interrupted on the way there; so the first member is this thread.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        threading.Thread(target=_carry_out, args=(self._inbox,), name="cupaged-leader", daemon=True).start()
+        weakref.finalize(self, self._inbox.put, None)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call and wait. Raises what the function raised, or an interrupt, once the function has ended."""
+        call = _Call(function, arguments)
+        try:
+            self._inbox.put(call)
+            call.ended.get()
+        except BaseException:
+            self._let_end()
+            raise
+        if call.error is not None:
+            raise call.error
+
+    def _let_end(self) -> None:
+        """Wait for what has been handed over: calls are carried out in order, so for an empty one."""
+        while True:
+            try:
+                last = _Call(lambda: None, ())
+                self._inbox.put(last)
+                last.ended.get()
+                return
+            except KeyboardInterrupt:  # one is on its way already
+                continue
+
+
+class _Call:
+    """A call to carry out, and how it ended."""
+
+    __slots__ = ("arguments", "ended", "error", "function")
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+
+    def do(self) -> None:
+        try:
+            self.function(*self.arguments)
+        except BaseException as error:  # raised in the calling thread
+            self.error = error
+        self.ended.put(None)
+
+
+def _carry_out(inbox: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := inbox.get()) is not None:
+        call.do()
+        del call  # an idle thread keeps no arrays alive
 
 
 def usable_cores() -> int:

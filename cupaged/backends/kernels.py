@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from cupaged.backends import kernel_specs as specs
 from cupaged.backends.base import Array, AttentionBatch, BatchLimits, SamplingBatch
-from cupaged.backends.batch_checks import check_block_pairs, check_within
+from cupaged.backends.checks import check_batch, check_block_pairs, check_within
 from cupaged.backends.device import Device
 from cupaged.backends.kernel_sampling import KernelSampler
 from cupaged.backends.launch import KernelSpec, ceil_div
-from cupaged.backends.reference import check_batch
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
@@ -219,7 +218,9 @@ class KernelBackend:
         self._run(specs.MERGE_PARTITIONS, out=out, num_heads=num_heads, head_dim=head_dim, **partial)
 
     def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
-        check_within("row", self._device.peek(rows), 0, len(x))
+        chosen = self._device.peek(rows)
+        if chosen is not None:
+            check_within("row", chosen, 0, len(x))
         self._run(specs.GATHER_ROWS, table=x, rows=rows, out=out)
 
     # ---- sampling

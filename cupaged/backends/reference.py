@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from cupaged.backends import sampling
 from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
+from cupaged.backends.checks import check_batch, check_block_pairs, check_within
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
@@ -175,7 +176,7 @@ class ReferenceBackend:
                 result[row] = np.einsum("kgt,ktd->kgd", weights, v).reshape(num_heads, head_dim)
 
     def gather_rows(self, x: F32, rows: I32, out: F32) -> None:
-        _check_indices("row", rows, len(x))
+        check_within("row", rows, 0, len(x))
         out[:] = x[rows]
 
     # ---- sampling
@@ -192,18 +193,13 @@ class ReferenceBackend:
     # ---- cache maintenance
 
     def copy_blocks(self, key_cache: F32, value_cache: F32, pairs: I32) -> None:
+        check_block_pairs(pairs, key_cache.shape[1], key_cache.shape[1], within_one_pool=True)
         source, destination = pairs[:, 0], pairs[:, 1]
-        _check_indices("block", pairs, key_cache.shape[1])
-        if np.intersect1d(source, destination).size or len(np.unique(destination)) != len(destination):
-            raise InvariantError("block copies of one step overlap")
         key_cache[:, destination] = key_cache[:, source]
         value_cache[:, destination] = value_cache[:, source]
 
     def swap_blocks(self, source: tuple[F32, F32], target: tuple[F32, F32], pairs: I32) -> None:
-        _check_indices("block", pairs[:, 0], source[0].shape[1])
-        _check_indices("block", pairs[:, 1], target[0].shape[1])
-        if len(np.unique(pairs[:, 1])) != len(pairs):
-            raise InvariantError("two blocks are swapped into one")
+        check_block_pairs(pairs, source[0].shape[1], target[0].shape[1], within_one_pool=False)
         for source_array, target_array in zip(source, target, strict=True):
             target_array[:, pairs[:, 1]] = source_array[:, pairs[:, 0]]
 
@@ -218,41 +214,3 @@ def _rms_norm(x: F32, weight: F32, eps: float) -> F32:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     scaled: F32 = x / np.sqrt(mean_square + np.float32(eps)) * weight
     return scaled
-
-
-def _check_indices(what: str, indices: npt.NDArray[Any], bound: int) -> None:
-    if indices.size and (indices.min() < 0 or indices.max() >= bound):
-        raise InvariantError(f"{what} out of bounds: {indices.min()} .. {indices.max()} is not within 0 .. {bound - 1}")
-
-
-def check_batch(limits: BatchLimits, token_ids: I32, batch: AttentionBatch) -> None:
-    """Raise InvariantError for a step that is larger than the limits or points outside of what they bound."""
-    rows, sequences = len(token_ids), len(batch.context_lens)
-    sizes = (rows, limits.rows), (sequences, limits.sequences), (batch.block_tables.shape[1], limits.table_width)
-    if any(size > limit for size, limit in sizes) or len(batch.positions) != rows or len(batch.slots) != rows:
-        raise InvariantError(f"a step of {rows} rows and {sequences} sequences does not fit its batch")
-    _check_indices("token id", token_ids, limits.vocab_size)
-    _check_indices("position", batch.positions, limits.positions)
-    slots = batch.slots[batch.slots != -1]
-    _check_indices("slot", slots, limits.num_blocks * limits.block_size)
-    if len(np.unique(slots)) != len(slots):
-        raise InvariantError("two rows of one step write the same slot")
-    if len(batch.query_start) != sequences + 1 or batch.query_start[0] != 0 or batch.query_start[-1] > rows or len(batch.block_tables) < sequences:
-        raise InvariantError("the rows of a step do not belong to its sequences")
-    for s in range(sequences):
-        _check_sequence(limits, batch, s)
-
-
-def _check_sequence(limits: BatchLimits, batch: AttentionBatch, s: int) -> None:
-    first, last, context = int(batch.query_start[s]), int(batch.query_start[s + 1]), int(batch.context_lens[s])
-    if last < first or (s < batch.num_decode and last != first + 1):
-        raise InvariantError(f"sequence {s} of the step has {last - first} rows")
-    if not 0 <= context <= min(batch.max_context, batch.block_tables.shape[1] * limits.block_size):
-        raise InvariantError(f"sequence {s} of the step: its block table does not hold a context of {context}")
-    if context == 0 or first == last:
-        return
-    positions = batch.positions[first:last]
-    if positions[-1] >= context or (np.diff(positions) != 1).any():
-        raise InvariantError(f"sequence {s} of the step: its positions are not a run within its context")
-    oldest = max(0, int(positions[0]) - limits.window + 1) if limits.window else 0
-    _check_indices("block", batch.block_tables[s, oldest // limits.block_size : int(positions[-1]) // limits.block_size + 1], limits.num_blocks)
