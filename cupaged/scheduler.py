@@ -64,7 +64,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._live: dict[int, Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: list[StepPlan] = []
+        self._in_flight: dict[StepPlan, list[IntArray]] = {}  # with the blocks that are pinned for it
         self._next_arrival = 0
         self._next_id = 0
         self._step = 0
@@ -143,7 +143,6 @@ class Scheduler:
         while draft.budget and not draft.preempted and self.waiting and self._admit(self._admission.choose(self.waiting)):
             self._plan_request(self.running[-1], draft)
 
-        self.cache.pin_all(item.blocks for item in draft.items)
         draft.items.sort(key=lambda item: item.num_tokens > 1)
         swap_out, swap_in = self.cache.take_swaps()
         copies = self.cache.take_copies()
@@ -151,7 +150,7 @@ class Scheduler:
             self._step, self.cache.block_size, tuple(draft.items), tuple(draft.preempted), swap_out, swap_in, copies
         )
         self._step += 1
-        self._in_flight.append(plan)
+        self._in_flight[plan] = self.cache.pin_all(item.blocks for item in plan.sequences)
         return plan
 
     def _turn(self, request: Request) -> tuple[bool, int]:
@@ -161,20 +160,20 @@ class Scheduler:
     def _plan_request(self, request: Request, draft: _Draft) -> None:
         """Add the request's sequences to the plan, as far as budget and blocks go."""
         self._admission.start_sequences(request)
-        kept_back = int(self._keeps_back(request))
-        ready = [s for s in request.live if s.started and s.remaining > kept_back]
+        live = request.live
+        kept_back = int(self._keeps_back(request, live))
+        ready = [s for s in live if s.started and s.remaining > kept_back]
         tables = self._make_room(request, ready, draft) if ready and draft.budget else None
         for sequence, blocks in zip(ready, tables or (), strict=False):
             if draft.budget:
                 draft.items.append(self._plan(sequence, min(draft.budget, sequence.remaining - kept_back), blocks))
                 draft.budget -= draft.items[-1].num_tokens
 
-    def _keeps_back(self, request: Request) -> bool:
+    def _keeps_back(self, request: Request, live: list[Sequence]) -> bool:
         """Whether the last token of each sequence, the one that makes it grow, must not be computed yet.
 
         Nobody may end while others still wait to fork from it; beams take their steps together.
         """
-        live = request.live
         if any(not s.started for s in live):
             return True
         return request.beam is not None and len(live) > 1 and any(s.num_tokens - s.num_computed > 1 for s in live)
@@ -344,8 +343,7 @@ class Scheduler:
 
     def _land(self, plan: StepPlan, done: bool = True) -> None:
         """The plan is no longer in flight: let go of its blocks. Copies that were not made are left to the next plan."""
-        self._in_flight.remove(plan)
-        self.cache.unpin_all(item.blocks for item in plan.sequences)
+        self.cache.unpin_all(self._in_flight.pop(plan))
         if done:
             self.cache.copies_done(plan.copies)
             self.cache.swaps_done(plan.swap_out, plan.swap_in)

@@ -55,8 +55,7 @@ BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("bat
 BUGS = (
     # ---- the pool
     Bug("freed while a plan reads it (no pins)", SCHEDULER, (
-        ("        self.cache.pin_all(item.blocks for item in draft.items)\n", ""),
-        ("        self.cache.unpin_all(item.blocks for item in plan.sequences)\n", ""),
+        ("self._in_flight[plan] = self.cache.pin_all(item.blocks for item in plan.sequences)", "self._in_flight[plan] = []"),
     )),
     Bug("released, and still counted", POOL, (("        self.counts[blocks] = counts\n        idle", "        idle"),)),
     Bug("released twice", MANAGER, (

@@ -356,14 +356,15 @@ class CacheManager:
     def unpin(self, blocks: IntArray) -> None:
         self._let_go(self._pool.unpin(blocks[blocks >= 0]))
 
-    def pin_all(self, tables: Iterable[IntArray]) -> None:
-        """`pin` the blocks of several sequences."""
-        for blocks in _together(tables):
+    def pin_all(self, tables: Iterable[IntArray]) -> list[IntArray]:
+        """`pin` the blocks of several sequences; what `unpin_all` takes to end that."""
+        pinned = _together(tables)
+        for blocks in pinned:
             self.pin(blocks)
+        return pinned
 
-    def unpin_all(self, tables: Iterable[IntArray]) -> None:
-        """`unpin` the blocks of several sequences."""
-        for blocks in _together(tables):
+    def unpin_all(self, pinned: list[IntArray]) -> None:
+        for blocks in pinned:
             self.unpin(blocks)
 
     # ---- room
