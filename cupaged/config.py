@@ -135,7 +135,7 @@ class ModelConfig:
         if kv_cache_dtype == "int8":
             head = self.head_dim + 4
         else:
-            head = self.head_dim * {"float16": 2, "bfloat16": 2}.get(kv_cache_dtype, 4)
+            head = self.head_dim * {"float16": 2, "bfloat16": 2, "fp8": 1}.get(kv_cache_dtype, 4)
         return 2 * self.num_layers * self.num_kv_heads * head
 
 
@@ -143,10 +143,19 @@ class ModelConfig:
 _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device": (("auto", "cpu", "reference", "emu"), ("cuda",)),
     "dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ()),
-    "kv_cache_dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ("fp8",)),
+    "kv_cache_dtype": (("auto", "float32", "float16", "bfloat16", "int8", "fp8"), ()),
     "queue": (("fcfs", "lpm", "dfs"), ()),
     "eviction": (("lru", "fifo", "lfu", "weighted"), ()),
     "preemption": (("recompute", "swap", "auto"), ()),
+}
+
+# What a device computes with, where that is not everything: (dtype, kv_cache_dtype).
+_CPU_TYPES = (("auto", "float32", "float16", "bfloat16", "int8"), ("auto", "float32", "float16", "bfloat16", "int8"))
+_DEVICE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "auto": _CPU_TYPES,
+    "cpu": _CPU_TYPES,
+    "reference": (("auto", "float32"), ("auto", "float32")),
+    "emu": (("auto", "float32", "float16", "bfloat16"), ("auto", "float32", "float16", "bfloat16", "fp8")),
 }
 
 
@@ -156,9 +165,9 @@ class EngineConfig:
 
     device                  auto, cpu, reference (the plain NumPy definition of every operation: slow, exact), or emu (the
                             CUDA kernels on the CPU, through an emulator: very slow, for small models)
-    dtype                   storage of the weights. auto: as in the checkpoint; int8: quantised while loading (a scale per
-                            32 weights), but blocks that are quantised already stay
-    kv_cache_dtype          storage of keys and values; auto: as the activations, float32
+    dtype                   storage of the weights. auto: as in the checkpoint (emu: float32); int8: quantised while loading
+                            (a scale per 32 weights), but blocks that are quantised already stay. On emu activations, too
+    kv_cache_dtype          storage of keys and values; auto: as the activations, float32 on a CPU. fp8 (e4m3) on emu only
     block_size              tokens per KV block, 1..256
     num_blocks              KV blocks in the pool; else from kv_cache_memory; else from the machine's free memory
     kv_cache_memory         bytes for the pool
@@ -194,8 +203,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, (built, later) in _CHOICES.items():
             _check_choice(name, getattr(self, name), built, later)
-        if self.device in ("reference", "emu") and (wide := {self.dtype, self.kv_cache_dtype} - {"auto", "float32"}):
-            raise ConfigError(f"device {self.device} computes in float32 only, not {' and '.join(sorted(wide))}; use device cpu")
+        for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[self.device], strict=True):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"device {self.device} has no {name} {getattr(self, name)}; it has {', '.join(known)}")
         if not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
         _check_range("block_size", self.block_size, 1, 256)
@@ -211,6 +221,12 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
                 f" ({self.max_num_seqs}), so that every running sequence gets a token in every step"
             )
+
+    @property
+    def stored_kv(self) -> str:
+        """The type of keys and values in the pool, with `auto` resolved: it is the activations'."""
+        of_kernels = self.dtype if self.device == "emu" and self.dtype != "auto" else "float32"
+        return of_kernels if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:

@@ -73,7 +73,7 @@ class Engine:
         self.observers: list[Callable[[StepRecord], None]] = []
         self._scheduler = scheduler
         self._runner = runner
-        self._block_bytes = model_config.kv_bytes_per_token(config.kv_cache_dtype) * config.block_size
+        self._block_bytes = model_config.kv_bytes_per_token(config.stored_kv) * config.block_size
         self._live: dict[str, _Live] = {}
         self._next_id = 0
         self._door = Door(model_config, config.max_model_len or model_config.max_position, tokenizer)

@@ -45,7 +45,7 @@ def swap_blocks(config: EngineConfig, model: ModelConfig) -> int:
     if config.preemption == "recompute":
         return 0
     space = DEFAULT_SWAP_SPACE if config.swap_space is None else config.swap_space
-    block_bytes = model.kv_bytes_per_token(config.kv_cache_dtype) * config.block_size
+    block_bytes = model.kv_bytes_per_token(config.stored_kv) * config.block_size
     if space < block_bytes:
         raise ConfigError(f"swap_space ({space} bytes) holds no block: one takes {block_bytes} bytes; raise it, or use preemption recompute")
     return space // block_bytes
@@ -61,7 +61,7 @@ def size_pool(config: EngineConfig, model: ModelConfig, available: int) -> Engin
     if config.max_model_len is not None and config.max_model_len > model.longest:
         raise ConfigError(f"max_model_len ({config.max_model_len}) is above the model's {model.longest} positions")
     wanted_len = config.max_model_len or model.max_position
-    block_bytes = model.kv_bytes_per_token(config.kv_cache_dtype) * config.block_size
+    block_bytes = model.kv_bytes_per_token(config.stored_kv) * config.block_size
     blocks_per_sequence = -(-wanted_len // config.block_size)
     if config.num_blocks is not None:
         num_blocks = config.num_blocks

@@ -1,7 +1,7 @@
 """CUDA C sources of cupaged's kernels: device code only, one file an operation, all of them over `device.cuh`.
 
 A file is one `extern "C"` kernel, or a few that belong together. What varies at compile time comes as -D macros (the
-types ACT_T, WEIGHT_T, KV_T and the number HEAD_DIM); everything else is an argument. The same text is compiled by
+types ACT_T, OUT_T, WEIGHT_T, KV_T and numbers such as HEAD_DIM); everything else is an argument. The same text is compiled by
 NVRTC for a GPU and by a C++ compiler for the emulator.
 """
 

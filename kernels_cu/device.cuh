@@ -8,6 +8,7 @@
 // every offset into an array of unbounded size in int64_t.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #ifdef CUPAGED_EMU  // ------------------------------------------------------------------------ the emulator
 
@@ -27,6 +28,8 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* global, i
   simt_cp_async(shared, global, 16, valid, file, line);
 }
 __device__ __forceinline__ void copy_async_commit() { simt_cp_commit(); }
+
+__device__ __forceinline__ void require_aligned16(const void* p, SIMT_LOC) { simt_aligned(p, 16, file, line); }
 template <int pending>
 __device__ __forceinline__ void copy_async_wait() { simt_cp_wait(pending); }
 
@@ -54,6 +57,8 @@ typedef unsigned char uint8_t;
 #define DYNAMIC_SHARED(type, name)                      \
   extern __shared__ __align__(128) unsigned char dynamic_shared_memory[]; \
   type* const name = reinterpret_cast<type*>(dynamic_shared_memory)
+
+__device__ __forceinline__ void require_aligned16(const void*) {}  // a GPU faults by itself
 
 template <int bytes> struct raw;
 template <> struct raw<1> { typedef unsigned char word; };
@@ -111,16 +116,19 @@ constexpr unsigned ALL_LANES = 0xffffffffu;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// ---- numbers: arithmetic is float32, storage may be 16 bits wide
+// ---- numbers: arithmetic is float32, storage may be 16 bits wide, or 8 in the cache (e4m3, which has no infinity: what
+// is too large becomes 448)
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
 
 template <class type> __device__ __forceinline__ type from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
 template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ __nv_fp8_e4m3 from_float<__nv_fp8_e4m3>(float x) { return __nv_fp8_e4m3(x); }
 
 // ---- 16 bytes at once
 
@@ -133,6 +141,7 @@ struct __align__(16) Vector {
 // The address must be a multiple of 16.
 template <class type>
 __device__ __forceinline__ Vector<type> load16(const type* p) {
+  require_aligned16(p);
   union { uint4 words; Vector<type> vector; } both;
   both.words = *reinterpret_cast<const uint4*>(p);
   return both.vector;
@@ -140,6 +149,7 @@ __device__ __forceinline__ Vector<type> load16(const type* p) {
 
 template <class type>
 __device__ __forceinline__ void store16(type* p, const Vector<type>& x) {
+  require_aligned16(p);
   union { uint4 words; Vector<type> vector; } both;
   both.vector = x;
   *reinterpret_cast<uint4*>(p) = both.words;
@@ -151,6 +161,19 @@ __device__ __forceinline__ Vector<type> zeros16() {
 #pragma unroll
   for (int i = 0; i < Vector<type>::size; i++) x.at[i] = from_float<type>(0.0f);
   return x;
+}
+
+// ---- pairs of 16-bit numbers, as tensor cores take them: the first in the low half
+
+template <class type>
+__device__ __forceinline__ unsigned load_pair(const type* p) { return *reinterpret_cast<const unsigned*>(p); }
+template <class type>
+__device__ __forceinline__ void store_pair(type* p, unsigned pair) { *reinterpret_cast<unsigned*>(p) = pair; }
+__device__ __forceinline__ unsigned short bits_of(__half x) { return __half_as_ushort(x); }
+__device__ __forceinline__ unsigned short bits_of(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
+template <class type>
+__device__ __forceinline__ unsigned pair_of(float first, float second) {
+  return bits_of(from_float<type>(first)) | static_cast<unsigned>(bits_of(from_float<type>(second))) << 16;
 }
 
 // ---- reductions: every thread gets the result, and the order of the additions is fixed
@@ -199,6 +222,28 @@ __device__ __forceinline__ int sequence_of_row(const int* query_start, int num_s
     if (query_start[middle] <= row) low = middle; else high = middle;
   }
   return low;
+}
+
+// Rows of one sequence that a block of a prefill kernel computes.
+struct QueryTile {
+  int sequence;             // num_seqs: rows of no sequence
+  int first_row, num_rows;  // no rows: nothing to do
+};
+
+// The tile of this block: the sequences from num_decode on are cut into tiles one after the other, and then the rows
+// behind them, which belong to none.
+__device__ __forceinline__ QueryTile find_query_tile(const int* query_start, int num_decode, int num_seqs, int rows, int rows_of_tile) {
+  int index = blockIdx.x;
+  for (int s = num_decode; s <= num_seqs; s++) {
+    const int begin = query_start[s], end = s < num_seqs ? query_start[s + 1] : rows;
+    const int tiles = (end - begin + rows_of_tile - 1) / rows_of_tile;
+    if (index < tiles) {
+      const int first = begin + index * rows_of_tile;
+      return {s, first, min(rows_of_tile, end - first)};
+    }
+    index -= tiles;
+  }
+  return {num_seqs, rows, 0};
 }
 
 // ---- logits: an order of (logit, token) pairs

@@ -15,6 +15,8 @@
 // heads: lane i scores position i of the tile, the warp agrees on maximum and sum by shuffles, and the lanes change
 // sides to own numbers of the output. Scores are in units of log2, so exp is one instruction.
 //
+// PAGED 0 is the same kernel without block tables, for comparison: sequence s has block s, as large as its context may get.
+//
 // A partition without positions, and a padded lane (context 0), says so by sum 0; its partial_out is not written and
 // not read. After the second kernel of vLLM (arXiv 2309.06180) and Flash-Decoding.
 #include "device.cuh"
@@ -27,13 +29,14 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 // Rows tile .. tile + 31 of keys and values, with zeros past `last`.
 __device__ __forceinline__ void load_tile(
-    const KV_T* key_cache, const KV_T* value_cache, const int* table, int tile, int last, int kv_head, int num_kv_heads, int block_size,
-    KV_T* keys, KV_T* values) {
+    const KV_T* key_cache, const KV_T* value_cache, const int* table, int64_t sequence, int tile, int last, int kv_head, int num_kv_heads,
+    int block_size, KV_T* keys, KV_T* values) {
   for (int i = threadIdx.x; i < TILE * (HEAD_DIM / STEP); i += THREADS) {
     const int row = i / (HEAD_DIM / STEP), d = i % (HEAD_DIM / STEP) * STEP, position = tile + row;
     Vector<KV_T> key = zeros16<KV_T>(), value = key;
     if (position <= last) {
-      const int64_t at = kv_offset(table[position / block_size], kv_head, position % block_size, num_kv_heads, block_size, HEAD_DIM) + d;
+      const int64_t block = PAGED ? table[position / block_size] : sequence;
+      const int64_t at = kv_offset(block, kv_head, position % block_size, num_kv_heads, block_size, HEAD_DIM) + d;
       key = load16(key_cache + at);
       value = load16(value_cache + at);
     }
@@ -79,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) attention_partition(
   }
 
   for (int tile = first; tile <= last; tile += TILE) {
-    load_tile(key_cache, value_cache, block_tables + sequence * max_blocks, tile, last, kv_head, num_kv_heads, block_size, keys, values);
+    load_tile(key_cache, value_cache, block_tables + sequence * max_blocks, sequence, tile, last, kv_head, num_kv_heads, block_size, keys, values);
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < HEADS_OF_WARP; j++) {

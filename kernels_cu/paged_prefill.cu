@@ -1,152 +1,96 @@
-// Attention of sequences with any number of new tokens over the paged cache: prefill, chunks of it, and what follows a
-// prefix that was found in the cache.
+// Attention of sequences with any number of new tokens over the paged cache, on tensor cores: prefill, chunks of it, and
+// what follows a prefix that was found in the cache.
 //
-//   qkv [rows, (num_heads + 2 * num_kv_heads) * head_dim], of which the query heads are read; out [rows, num_heads * head_dim]
-//   key_cache, value_cache [num_blocks, num_kv_heads, block_size, head_dim]: they hold this step's tokens already
+//   qkv [rows, (num_heads + 2 * num_kv_heads) * HEAD_DIM], of which the query heads are read; out [rows, num_heads * HEAD_DIM]
+//   key_cache, value_cache [num_blocks, num_kv_heads, block_size, HEAD_DIM]: they hold this step's tokens already
 //   block_tables int32 [num_seqs, max_blocks]   query_start int32 [num_seqs + 1]   context_lens int32 [num_seqs]
 //   positions int32 [rows]
 //   num_decode: the first sequences, which are not computed here
 //
-// One block of threads takes a tile of 32 query rows and one key/value head. A query row is a (token, head of the group)
-// pair, so a group shares the keys and values that its tile loads: with 3 heads a tile is 10 tokens. Keys and values
-// come in tiles too, from the oldest position that the tile's first token sees to the last token's own; softmax is
-// online (FlashAttention-2, arXiv 2307.08691). Four neighbouring lanes own a row:
+// One block of threads takes 64 query rows and one key/value head, 16 rows a warp. A query row is a (token, head of the
+// group) pair, so a group shares the keys and values that its tile loads: with 3 heads a tile is 21 tokens. Keys and
+// values come in tiles of 64 positions, from the oldest that the tile's first token sees to the last token's own, each
+// slot looked up in the block table; while one tile is computed the next one is on its way (cp.async, two stages). The
+// arithmetic is in attention_tile.cuh.
 //
-//   scores      lane s of the four scores keys s, s + 4, ...; maximum and sum of the row by two shuffles
-//   weights     through shared memory to the other three
-//   output      lane s keeps numbers s, s + 4, ... of the row's output in registers
-//
-// The grid covers the largest number of tiles that these sequences may have. Blocks behind the last tile write the
-// zeros of rows that belong to no sequence, or have nothing to do.
-#include "device.cuh"
+// The grid covers the largest number of tiles that these sequences may have. Blocks behind the last tile write the zeros
+// of rows that belong to no sequence, or have nothing to do. After FlashAttention-2 (arXiv 2307.08691).
+#include "attention_tile.cuh"
 
-constexpr int THREADS = 128, ROWS = 32, LANES = THREADS / ROWS;
-constexpr int STEP = Vector<KV_T>::size, KEY_STRIDE = HEAD_DIM + STEP, QUERY_STRIDE = HEAD_DIM + 4;
-constexpr int KEYS = HEAD_DIM * sizeof(KV_T) > 256 ? 16 : 32;  // 48 KiB of shared memory hold no more
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int THREADS = 128, ROWS = 64, KEYS = 64, STAGE = 2 * KEYS * HEAD_DIM;
 
-struct Tile {
-  int sequence;            // num_seqs: rows of no sequence
-  int first_row, num_rows; // tokens
-};
-
-// The tile of a block: sequences one after the other, then the rows behind them as one more.
-__device__ __forceinline__ Tile find_tile(const int* query_start, int num_decode, int num_seqs, int rows, int tokens_of_tile) {
-  int index = blockIdx.x;
-  for (int s = num_decode; s <= num_seqs; s++) {
-    const int begin = query_start[s], end = s < num_seqs ? query_start[s + 1] : rows;
-    const int tiles = (end - begin + tokens_of_tile - 1) / tokens_of_tile;
-    if (index < tiles) {
-      const int first = begin + index * tokens_of_tile;
-      return {s, first, min(tokens_of_tile, end - first)};
-    }
-    index -= tiles;
+// Keys and values of positions begin .. begin + KEYS - 1 on their way to shared memory; zeros past `last`.
+__device__ __forceinline__ void fetch(
+    const KV_T* key_cache, const KV_T* value_cache, const int* table, int begin, int last, int kv_head, int num_kv_heads, int block_size, KV_T* stage) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < KEYS * CHUNKS; i += THREADS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS, position = begin + row;
+    const bool valid = position <= last;
+    const int64_t block = valid ? table[position / block_size] : 0;
+    const int64_t from = kv_offset(block, kv_head, valid ? position % block_size : 0, num_kv_heads, block_size, HEAD_DIM) + chunk * 8;
+    copy_async16(chunk_at(stage, row, chunk), key_cache + from, valid ? 16 : 0);
+    copy_async16(chunk_at(stage + KEYS * HEAD_DIM, row, chunk), value_cache + from, valid ? 16 : 0);
   }
-  return {num_seqs, rows, 0};
+  copy_async_commit();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4) paged_prefill(
-    const ACT_T* __restrict__ qkv, const KV_T* __restrict__ key_cache, const KV_T* __restrict__ value_cache,
+extern "C" __global__ void __launch_bounds__(THREADS, 2) paged_prefill(
+    const KV_T* __restrict__ qkv, const KV_T* __restrict__ key_cache, const KV_T* __restrict__ value_cache,
     const int* __restrict__ block_tables, const int* __restrict__ query_start, const int* __restrict__ context_lens,
-    const int* __restrict__ positions, ACT_T* __restrict__ out, int rows, int num_decode, int num_seqs, int max_blocks,
+    const int* __restrict__ positions, KV_T* __restrict__ out, int rows, int num_decode, int num_seqs, int max_blocks,
     int num_heads, int num_kv_heads, int block_size, float scale, int window) {
-  SHARED_ARRAY(float, queries, ROWS * QUERY_STRIDE);
-  SHARED_ARRAY(KV_T, keys, KEYS * KEY_STRIDE);
-  SHARED_ARRAY(KV_T, values, KEYS * HEAD_DIM);
-  SHARED_ARRAY(float, weights, ROWS * KEYS);
-
-  const int kv_head = blockIdx.y, group = num_heads / num_kv_heads;
-  const Tile tile = find_tile(query_start, num_decode, num_seqs, rows, ROWS / group);
+  DYNAMIC_SHARED(KV_T, stages);  // [2, keys and values, KEYS, HEAD_DIM]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y, group = num_heads / num_kv_heads;
+  const QueryTile tile = find_query_tile(query_start, num_decode, num_seqs, rows, ROWS / group);
+  if (tile.num_rows == 0) return;
   const int num_queries = tile.num_rows * group;
   const bool live = tile.sequence < num_seqs && context_lens[tile.sequence] > 0;
 
-  // query row r: token r / group of the tile, head r % group of the group
-  const int r = threadIdx.x / LANES, part = threadIdx.x % LANES;
-  const int64_t row = tile.first_row + r / group, head = kv_head * group + r % group;
-  const int newest = live && r < num_queries ? positions[row] : -1;  // what row r sees: oldest .. newest
-  const int oldest = window > 0 && newest >= window ? newest - window + 1 : 0;
-
-  const int64_t row_heads = num_heads + 2 * num_kv_heads;
-  for (int i = threadIdx.x; i < num_queries * HEAD_DIM; i += THREADS) {
-    const int q = i / HEAD_DIM, d = i % HEAD_DIM;
-    const int64_t from = ((tile.first_row + q / group) * row_heads + kv_head * group + q % group) * HEAD_DIM + d;
-    queries[q * QUERY_STRIDE + d] = to_float(qkv[from]) * (scale * LOG2_E);
+  // what the lane's two rows see; a row behind the last one, or of no sequence, sees nothing
+  int oldest[2], newest[2];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int r = warp * 16 + lane / 4 + 8 * half;
+    newest[half] = live && r < num_queries ? positions[tile.first_row + r / group] : -1;
+    oldest[half] = window > 0 && newest[half] >= window ? newest[half] - window + 1 : 0;
   }
 
-  float acc[HEAD_DIM / LANES], m = minus_infinity(), l = 0.0f;
-#pragma unroll
-  for (int e = 0; e < HEAD_DIM / LANES; e++) acc[e] = 0.0f;
+  const int64_t row_width = static_cast<int64_t>(num_heads + 2 * num_kv_heads) * HEAD_DIM;
+  Query query;
+  State state;
+  load_query(query, [&](int row) {
+    const int r = warp * 16 + row;
+    return r < num_queries ? qkv + (tile.first_row + r / group) * row_width + (kv_head * group + r % group) * HEAD_DIM : nullptr;
+  });
+  clear(state);
 
-  const int last = live && tile.num_rows > 0 ? positions[tile.first_row + tile.num_rows - 1] : -1;
-  const int of_first_row = live && tile.num_rows > 0 ? positions[tile.first_row] : 0;
+  const int of_first = live ? positions[tile.first_row] : 0, last = live ? positions[tile.first_row + tile.num_rows - 1] : -1;
+  const int first = window > 0 && of_first >= window ? of_first - window + 1 : 0;
   const int* const table = block_tables + static_cast<int64_t>(live ? tile.sequence : 0) * max_blocks;
-  for (int begin = window > 0 && of_first_row >= window ? of_first_row - window + 1 : 0; begin <= last; begin += KEYS) {
-    __syncthreads();  // the last tile has been used (and the queries are there)
-    for (int i = threadIdx.x; i < KEYS * (HEAD_DIM / STEP); i += THREADS) {
-      const int k = i / (HEAD_DIM / STEP), d = i % (HEAD_DIM / STEP) * STEP, position = begin + k;
-      Vector<KV_T> key = zeros16<KV_T>(), value = key;
-      if (position <= last) {
-        const int64_t at = kv_offset(table[position / block_size], kv_head, position % block_size, num_kv_heads, block_size, HEAD_DIM) + d;
-        key = load16(key_cache + at);
-        value = load16(value_cache + at);
-      }
-      store16(keys + k * KEY_STRIDE + d, key);
-      store16(values + k * HEAD_DIM + d, value);
+  if (first <= last) fetch(key_cache, value_cache, table, first, last, kv_head, num_kv_heads, block_size, stages);
+  int stage = 0;
+  for (int begin = first; begin <= last; begin += KEYS, stage ^= 1) {
+    if (begin + KEYS <= last) {
+      fetch(key_cache, value_cache, table, begin + KEYS, last, kv_head, num_kv_heads, block_size, stages + (stage ^ 1) * STAGE);
+      copy_async_wait<1>();
+    } else {
+      copy_async_wait<0>();
     }
-    __syncthreads();
-
-    float score[KEYS / LANES];
-#pragma unroll
-    for (int j = 0; j < KEYS / LANES; j++) score[j] = 0.0f;
-    if (newest >= 0) {
-#pragma unroll 4
-      for (int d = 0; d < HEAD_DIM; d += STEP) {
-        float query[STEP];
-#pragma unroll
-        for (int i = 0; i < STEP; i++) query[i] = queries[r * QUERY_STRIDE + d + i];
-#pragma unroll
-        for (int j = 0; j < KEYS / LANES; j++) {
-          const Vector<KV_T> key = load16(keys + (part + j * LANES) * KEY_STRIDE + d);
-#pragma unroll
-          for (int i = 0; i < STEP; i++) score[j] += query[i] * to_float(key.at[i]);
-        }
-      }
-    }
-    float tile_max = minus_infinity();
-#pragma unroll
-    for (int j = 0; j < KEYS / LANES; j++) {
-      const int position = begin + part + j * LANES;
-      if (position < oldest || position > newest) score[j] = minus_infinity();
-      tile_max = fmaxf(tile_max, score[j]);
-    }
-    tile_max = reduce_lanes<Max, LANES>(tile_max);
-    const float new_m = fmaxf(m, tile_max);
-    const float reference = new_m == minus_infinity() ? 0.0f : new_m;  // a row that has seen nothing yet: all weights 0
-    const float shrink = exp2f(m - reference);
-    float sum = 0.0f;
-#pragma unroll
-    for (int j = 0; j < KEYS / LANES; j++) {
-      const float weight = exp2f(score[j] - reference);
-      weights[r * KEYS + part + j * LANES] = weight;
-      sum += weight;
-    }
-    l = l * shrink + reduce_lanes<Sum, LANES>(sum);
-    m = new_m;
-    __syncwarp();  // a row's lanes are in one warp
-#pragma unroll
-    for (int e = 0; e < HEAD_DIM / LANES; e++) acc[e] *= shrink;
-#pragma unroll 4
-    for (int k = 0; k < KEYS; k++) {
-      const float weight = weights[r * KEYS + k];
-#pragma unroll
-      for (int e = 0; e < HEAD_DIM / LANES; e++) acc[e] += weight * to_float(values[k * HEAD_DIM + part + e * LANES]);
-    }
+    __syncthreads();  // everybody's part of the tile is there
+    const KV_T* const keys = stages + stage * STAGE;
+    attend<KEYS>(query, keys, keys + KEYS * HEAD_DIM, begin, oldest, newest, scale * LOG2_E, state);
+    __syncthreads();  // the tile has been used: the next round refills its stage
   }
 
-  if (r < num_queries) {
 #pragma unroll
-    for (int e = 0; e < HEAD_DIM / LANES; e++) {
-      out[(row * num_heads + head) * HEAD_DIM + part + e * LANES] = from_float<ACT_T>(newest >= 0 ? acc[e] / l : 0.0f);
+  for (int half = 0; half < 2; half++) {
+    const int r = warp * 16 + lane / 4 + 8 * half;
+    if (r >= num_queries) continue;
+    KV_T* const result = out + ((tile.first_row + r / group) * static_cast<int64_t>(num_heads) + kv_head * group + r % group) * HEAD_DIM;
+    const float factor = newest[half] >= 0 ? 1.0f / state.l[half] : 0.0f;
+#pragma unroll
+    for (int n = 0; n < HEAD_DIM / 8; n++) {
+      store_pair(result + n * 8 + lane % 4 * 2, pair_of<KV_T>(state.out[n][2 * half] * factor, state.out[n][2 * half + 1] * factor));
     }
   }
 }

@@ -1,7 +1,8 @@
 """Fixtures shared by all tests, and the switches that decide what a skip means.
 
---require-model  the real SmolLM2 file must be there: its tests fail instead of skipping
---slow           also run the proofs marked slow
+--require-model     the real SmolLM2 file must be there: its tests fail instead of skipping
+--require-compiler  a C++ compiler must be there, so that no test of the CUDA kernels skips
+--slow              also run the proofs marked slow
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from cupaged.hub import DEFAULT_MODEL, alias_path, is_cached
+from tests.support import kernels
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # started in the background, where shells ignore Ctrl-C and every child inherits that
@@ -22,8 +24,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 GOLDEN = Path(__file__).parent / "golden"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    kernels.compiler_is_required = config.getoption("--require-compiler")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-model", action="store_true", help="fail, not skip, without the SmolLM2 model")
+    parser.addoption("--require-compiler", action="store_true", help="fail, not skip, without a C++ compiler for the emulator")
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 

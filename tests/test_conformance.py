@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from cupaged.backends import open_backend
 from cupaged.backends.base import AttentionBatch, Backend
 from cupaged.errors import InvariantError
+from tests.support.kernels import skip_without_compiler
 from tests.support.steps import load_batch, rows_of_no_sequence, stored_slots
 
 BACKENDS = ("reference", "cpu", "cpu team", "emu")
@@ -31,6 +32,8 @@ TOLERANCE = 1e-5
 @contextmanager
 def opened(name: str) -> Iterator[Backend]:
     """A backend by name; "cpu team" hands even the smallest work to its three threads."""
+    if name == "emu":
+        skip_without_compiler()
     with pytest.MonkeyPatch.context() as patch:
         if name == "cpu team":
             patch.setattr("cupaged.backends.cpu.TEAM_WORK", 0)
@@ -296,7 +299,7 @@ class Paged:
 
     def load(self, backend: Backend, window: int = 0, **changes: Any) -> Any:
         """The backend's batch of the step."""
-        return load_batch(backend, _with(self.batch, **changes), num_blocks=self.num_blocks, block_size=self.block_size, num_kv_heads=self.kv_heads, window=window)
+        return load_batch(backend, _with(self.batch, **changes), num_blocks=self.num_blocks, block_size=self.block_size, num_kv_heads=self.kv_heads, head_dim=self.head_dim, window=window)
 
     def empty_pool(self, backend: Backend) -> tuple[Any, Any]:
         """One layer's caches of a backend, every byte of them a NaN's."""

@@ -10,6 +10,7 @@ import pytest
 
 from cupaged import LLM, BeamSearchParams, SamplingParams
 from tests.family_models import ROOT
+from tests.support.kernels import skip_without_compiler
 
 MODEL = str(ROOT / "llama_tied")
 ROOMY: dict[str, Any] = {"num_blocks": 400, "block_size": 4, "max_model_len": 100}
@@ -28,8 +29,10 @@ def prompts() -> list[list[int]]:
     return [random.integers(1, 100, size).tolist() for size in (1, 5, 16, 17, 30, 44)]
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu"])
+@pytest.fixture(scope="module", params=["reference", "cpu", "emu"])
 def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "emu":
+        skip_without_compiler()
     return request.param
 
 
@@ -41,6 +44,10 @@ def alone(device: str) -> list[list[int]]:
 
 def tokens(llm: LLM, many: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(many, params)]
+
+
+def test_every_device_chooses_the_same_tokens(alone: list[list[int]]) -> None:
+    assert tokens(LLM(MODEL, device="reference", **ROOMY), prompts(), PARAMS) == alone
 
 
 def test_the_parameters_matter(alone: list[list[int]]) -> None:

@@ -39,6 +39,7 @@ from tests.family_models import (
     worst_error,
     zeros,
 )
+from tests.support.kernels import skip_without_compiler
 
 TOLERANCE = 1e-4
 VISIBLE = 100 * TOLERANCE
@@ -70,6 +71,8 @@ def test_all_families_are_there() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", WAYS)
 def test_family_equals_transformers(family: str, way: str) -> None:
+    if way.startswith("emu"):
+        skip_without_compiler()
     outputs = run(ROOT / family, family, **WAYS[way])
     assert worst_error(outputs, family) < TOLERANCE
     assert any(output.metrics.num_preemptions for output in outputs) == ("preempted" in way)

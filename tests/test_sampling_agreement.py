@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from cupaged.backends import cpu_sampling, sampling
 from cupaged.backends.cpu_threads import Team
 from cupaged.backends.emu_device import EmuDevice
 from cupaged.backends.kernel_sampling import KernelSampler
+from tests.support.kernels import skip_without_compiler
 from tests.support.sampling import batch_of
 
 TEAM = Team(2)
@@ -95,6 +97,12 @@ def test_the_same_logprobs(problem: tuple[np.ndarray[Any, Any], list[dict[str, A
     assert [a.dtype for a in got] == [a.dtype for a in expected]
 
 
+@pytest.fixture
+def _compiler() -> None:
+    skip_without_compiler()
+
+
+@pytest.mark.usefixtures("_compiler")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(problems())
 def test_the_cuda_kernels_choose_the_same_tokens_and_count_them(problem: tuple[np.ndarray[Any, Any], list[dict[str, Any]], int]) -> None:
@@ -111,6 +119,7 @@ def test_the_cuda_kernels_choose_the_same_tokens_and_count_them(problem: tuple[n
         assert tokens.dtype == expected.dtype
 
 
+@pytest.mark.usefixtures("_compiler")
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(problems(), st.sampled_from([0, 1, 5, 20, 100]))
 def test_the_cuda_kernels_give_the_same_logprobs(problem: tuple[np.ndarray[Any, Any], list[dict[str, Any]], int], k: int) -> None:

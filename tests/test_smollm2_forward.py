@@ -11,6 +11,7 @@ import pytest
 from cupaged.model.runner import Runner
 from tests.conftest import golden
 from tests.support.greedy import greedy, open_runner
+from tests.support.kernels import skip_without_compiler
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 100
 SCATTERED = np.random.default_rng(5).permutation(NUM_BLOCKS).tolist()
@@ -28,6 +29,16 @@ def comparable(case: dict[str, Any]) -> int:
 def runner(request: pytest.FixtureRequest, smollm2_path: Path) -> Runner:
     device, *dtype = request.param.split()
     return open_runner(smollm2_path, device, NUM_BLOCKS, BLOCK_SIZE, dtype=dtype[0] if dtype else "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_two_tokens_through_the_emulated_kernels(smollm2_path: Path, dtype: str) -> None:
+    """In 16 bits: on the emulated tensor cores."""
+    skip_without_compiler()
+    case = min(CASES, key=lambda case: len(case["prompt_ids"]))
+    tokens, _ = greedy(open_runner(smollm2_path, "emu", NUM_BLOCKS, BLOCK_SIZE, dtype=dtype), case["prompt_ids"], 2, SCATTERED, BLOCK_SIZE)
+    assert tokens == case["greedy_ids"][:2]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])

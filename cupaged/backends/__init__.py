@@ -19,7 +19,7 @@ def open_backend(
     the CUDA kernels on the SIMT emulator.
 
     `threads` is for the CPU backend; None: the cores this process may use. `announce` is told, in a line for the user,
-    of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are the CPU backend's. Raises
+    of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are an EngineConfig's. Raises
     ConfigError for another device, BackendError where emu finds no C++ compiler.
     """
     if device in ("auto", "cpu"):
@@ -32,8 +32,14 @@ def open_backend(
         from cupaged.backends.emu_device import EmuDevice
         from cupaged.backends.kernels import KernelBackend
 
-        return KernelBackend(EmuDevice())
+        return KernelBackend(EmuDevice(), *kernel_dtypes(dtype, kv_dtype))
     raise ConfigError(f"device {device!r} is not built in this version; use auto, cpu, reference or emu")
+
+
+def kernel_dtypes(dtype: str, kv_dtype: str) -> tuple[str, str]:
+    """The NumPy types of weights and of keys and values that the CUDA kernels compute with, of an EngineConfig's names."""
+    weights = "float32" if dtype == "auto" else dtype
+    return weights, {"auto": weights, "fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
 
 
 def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str) -> Backend:

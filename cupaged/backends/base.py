@@ -7,7 +7,7 @@ and `download` cross over.
 
 Names used in shapes: T tokens of the step (rows), S sequences, R rows whose logits are wanted, V vocabulary,
 H query heads, K key/value heads, D head_dim, E hidden size, F intermediate size, B blocks in the pool, P block_size.
-Activations are float32 on the CPU.
+Activations are of the backend's own type (`Backend.activations`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class BatchLimits:
 
     rows, sequences, table_width    of the arrays of an AttentionBatch
     vocab_size, positions           token ids and positions are below these
-    num_blocks, block_size, num_kv_heads    of the pool
+    num_blocks, block_size, num_kv_heads, head_dim    of the pool
     window                          blocks that lie wholly further back from their first row may be missing (-1); 0: none
     """
 
@@ -75,6 +75,7 @@ class BatchLimits:
     num_blocks: int
     block_size: int
     num_kv_heads: int = 1
+    head_dim: int = 64
     window: int = 0
 
 
@@ -123,6 +124,8 @@ class Backend(Protocol):
     """
 
     name: str
+    activations: np.dtype[Any]
+    """The type of the forward pass's arrays; logits are float32."""
 
     # ---- memory
 

@@ -19,6 +19,10 @@ class Device(Protocol):
     """See the module's docstring. Errors of a kernel are BackendErrors, raised at the launch or at a later download."""
 
     name: str
+    capability: tuple[int, int]
+    """The architecture whose kernels it runs: (9, 0) is sm_90."""
+    multiprocessors: int
+    """How many blocks of a kernel that takes a whole multiprocessor run at once."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """An uninitialised array in the device's memory."""

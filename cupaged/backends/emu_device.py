@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from cupaged.backends.launch import Launch, Variant
 
 Array = npt.NDArray[Any]
 
+LAZY_BYTES = 64 << 20
+"""From here on arrays of the fast mode are not poisoned: a pool takes the memory that is used of it, and no time."""
+
 
 class EmuDevice:
     """Implements device.Device. See cupaged.backends.emu for `mode`, `schedule` and `seed`.
@@ -21,6 +25,8 @@ class EmuDevice:
     """
 
     name = "emu"
+    capability = (8, 0)
+    multiprocessors = 2
 
     def __init__(self, mode: emu.Mode = "fast", schedule: emu.Schedule = "forward", seed: int = 0) -> None:
         emu.find_compiler()  # not only at the first launch
@@ -28,10 +34,12 @@ class EmuDevice:
         self._kernels: dict[Variant, emu.Kernel] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        if self._mode == "fast" and math.prod(shape) * np.dtype(dtype).itemsize > LAZY_BYTES:
+            return np.empty(shape, dtype)
         return emu.empty(shape, dtype)
 
     def empty_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        return emu.empty(shape, dtype)
+        return self.empty(shape, dtype)
 
     def upload(self, array: Array) -> Array:
         return emu.array(array)

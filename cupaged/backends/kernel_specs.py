@@ -5,7 +5,16 @@ Symbols: rows T or R; num_seqs S; num_heads H; num_kv_heads K; see the shapes of
 
 from __future__ import annotations
 
-from cupaged.backends.launch import KernelSpec, read, scalar, write
+from collections.abc import Iterator
+from itertools import product
+
+from cupaged.backends.launch import KernelSpec, Variant, read, scalar, write
+
+HEAD_DIMS = (16, 32, 64, 128)
+"""The head_dims that the tiled kernels are built for."""
+
+PAGED = (1, 0)
+"""1: through the block table; 0: the twin over contiguous memory, which shows what the table costs."""
 
 QKV = "rows, (num_heads + 2 * num_kv_heads) * head_dim"
 POOL = "num_blocks, num_kv_heads, block_size, head_dim"
@@ -73,6 +82,20 @@ ADD_BIAS = KernelSpec(
     grid="rows, ceil_div(width, 1024)", block=256,
 )  # fmt: skip
 
+SKINNY_MATMUL = KernelSpec(
+    "skinny_matmul", "out = x @ weight.T + bias, or out += it, for at most 4 rows",
+    read("x", "ACT_T", "rows, in_width"),
+    read("weight", "WEIGHT_T", "out_width, in_width"),
+    read("bias", "float32", "num_biases"),
+    write("out", "OUT_T", "rows, out_width"),
+    scalar("rows"),
+    scalar("in_width"),
+    scalar("out_width"),
+    scalar("num_biases"),
+    scalar("add"),
+    grid="ceil_div(out_width, 8)", block=128, registers=96,
+)  # fmt: skip
+
 COPY_BLOCKS = KernelSpec(
     "copy_blocks", "whole blocks of keys and values, over all layers, within the pool or between it and the swap space",
     read("source_key", "KV_T", "layers, source_blocks, block_elements"),
@@ -126,7 +149,7 @@ ATTENTION_PARTITION = KernelSpec(
     scalar("part_size"),
     scalar("scale", "float32"),
     scalar("window"),
-    grid="rows, num_kv_heads, num_parts", block=128, macros=("head_dim",), source="paged_attention_v2.cu",
+    grid="rows, num_kv_heads, num_parts", block=128, macros={"head_dim": HEAD_DIMS, "paged": PAGED}, registers=128, source="paged_attention_v2.cu",
 )  # fmt: skip
 
 MERGE_PARTITIONS = KernelSpec(
@@ -141,8 +164,43 @@ MERGE_PARTITIONS = KernelSpec(
     grid="rows, num_heads", block=64,
 )  # fmt: skip
 
-PAGED_PREFILL = KernelSpec(
-    "paged_prefill", "attention of sequences with any number of new tokens, tiles of 32 query rows",
+PAGED_DECODE = KernelSpec(
+    "paged_decode", "decode attention on tensor cores over a plan of equal shares",
+    read("qkv", "KV_T", QKV),
+    read("key_cache", "KV_T", POOL),
+    read("value_cache", "KV_T", POOL),
+    read("block_tables", "int32", "rows, max_blocks"),
+    read("positions", "int32", "rows"),
+    read("items", "int32", "max_items, 4"),
+    read("item_start", "int32", "share_bounds"),
+    write("partial_out", "float32", "max_items, num_heads // num_kv_heads, head_dim"),
+    write("partial_max", "float32", "max_items, num_heads // num_kv_heads"),
+    write("partial_sum", "float32", "max_items, num_heads // num_kv_heads"),
+    scalar("max_blocks"),
+    scalar("num_heads"),
+    scalar("num_kv_heads"),
+    scalar("block_size"),
+    scalar("scale", "float32"),
+    scalar("window"),
+    grid="share_bounds - 1", block=128, shared=f"max({4 * 2 * 16 * 2} * stages * head_dim, {4 * 4 * 16} * (head_dim + 2))",
+    macros={"head_dim": (64, 128), "paged": PAGED, "stages": (2, 3)}, types={"KV_T": ("float16", "bfloat16")}, registers=224,
+)  # fmt: skip
+
+MERGE_ITEMS = KernelSpec(
+    "merge_items", "the second pass after paged_decode: the parts of every row and head put together",
+    read("partial_out", "float32", "max_items, num_heads // num_kv_heads, head_dim"),
+    read("partial_max", "float32", "max_items, num_heads // num_kv_heads"),
+    read("partial_sum", "float32", "max_items, num_heads // num_kv_heads"),
+    read("part_start", "int32", "rows * num_kv_heads + 1"),
+    write("out", "ACT_T", "rows, num_heads * head_dim"),
+    scalar("num_heads"),
+    scalar("num_kv_heads"),
+    scalar("head_dim"),
+    grid="rows, num_heads", block=64, source="merge_partitions.cu",
+)  # fmt: skip
+
+PLAIN_PREFILL = KernelSpec(
+    "plain_prefill", "attention of sequences with any number of new tokens, tiles of 32 query rows, any type",
     read("qkv", "ACT_T", QKV),
     read("key_cache", "KV_T", POOL),
     read("value_cache", "KV_T", POOL),
@@ -161,7 +219,30 @@ PAGED_PREFILL = KernelSpec(
     scalar("scale", "float32"),
     scalar("window"),
     grid="(rows - num_decode) // (32 // (num_heads // num_kv_heads)) + num_seqs - num_decode + 1, num_kv_heads",
-    block=128, macros=("head_dim",),
+    block=128, macros={"head_dim": HEAD_DIMS}, registers=128,
+)  # fmt: skip
+
+PAGED_PREFILL = KernelSpec(
+    "paged_prefill", "attention of sequences with any number of new tokens, tiles of 64 query rows on tensor cores",
+    read("qkv", "KV_T", QKV),
+    read("key_cache", "KV_T", POOL),
+    read("value_cache", "KV_T", POOL),
+    read("block_tables", "int32", "num_seqs, max_blocks"),
+    read("query_start", "int32", "num_seqs + 1"),
+    read("context_lens", "int32", "num_seqs"),
+    read("positions", "int32", "rows"),
+    write("out", "KV_T", "rows, num_heads * head_dim"),
+    scalar("rows"),
+    scalar("num_decode"),
+    scalar("num_seqs"),
+    scalar("max_blocks"),
+    scalar("num_heads"),
+    scalar("num_kv_heads"),
+    scalar("block_size"),
+    scalar("scale", "float32"),
+    scalar("window"),
+    grid="(rows - num_decode) // (64 // (num_heads // num_kv_heads)) + num_seqs - num_decode + 1, num_kv_heads",
+    block=128, shared="2 * 2 * 64 * 2 * head_dim", macros={"head_dim": (64, 128)}, types={"KV_T": ("float16", "bfloat16")}, registers=224,
 )  # fmt: skip
 
 ADJUST_LOGITS = KernelSpec(
@@ -193,7 +274,7 @@ SAMPLE_TOKENS = KernelSpec(
     read("indices", "int32", "rows"),
     write("tokens", "int32", "rows"),
     scalar("vocab_size"),
-    grid="rows", block=256,
+    grid="rows", block=256, registers=96,
 )  # fmt: skip
 
 COUNT_TOKENS = KernelSpec(
@@ -222,3 +303,22 @@ TOKEN_LOGPROBS = KernelSpec(
 
 SPECS = {spec.name: spec for spec in list(vars().values()) if isinstance(spec, KernelSpec)}
 """Every kernel by name."""
+
+
+def variants(spec: KernelSpec) -> Iterator[Variant]:
+    """Every variant that a model may ask for: all types and numbers, keys and values stored as activations are or in 8 bits.
+
+    The contiguous twins are there in 16 bits only. Products take activations as wide as the weights, or float32, and give
+    what they take, or float32.
+    """
+    for chosen in product(*spec.types.values()):
+        types = dict(zip(spec.types, chosen, strict=True))
+        stored = types.get("KV_T")
+        if stored not in (None, types.get("ACT_T", stored), "float8_e4m3fn"):
+            continue
+        if "OUT_T" in types and not (types["OUT_T"] in (types["ACT_T"], "float32") and types["ACT_T"] in (types["WEIGHT_T"], "float32")):
+            continue
+        for values in product(*spec.macros.values()):
+            numbers = dict(zip(spec.macros, values, strict=True))
+            if numbers.get("paged", 1) or stored in ("float16", "bfloat16"):
+                yield spec.variant(types, numbers)

@@ -11,26 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # gives NumPy bfloat16 and float8_e4m3fn
 import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends import kernel_specs as specs
 from cupaged.backends.base import Array, AttentionBatch, BatchLimits, SamplingBatch
-from cupaged.backends.checks import check_batch, check_block_pairs, check_within
+from cupaged.backends.checks import check_block_pairs, check_within
 from cupaged.backends.device import Device
+from cupaged.backends.kernel_attention import KernelAttention
+from cupaged.backends.kernel_batch import DeviceBatch
 from cupaged.backends.kernel_sampling import KernelSampler
-from cupaged.backends.launch import KernelSpec, ceil_div
-from cupaged.errors import InvariantError
+from cupaged.backends.launch import KernelSpec
 from cupaged.tensor_source import TensorSource
 
-TILED_HEAD_DIMS = (16, 32, 64, 128)
-"""The head_dims for which decode and prefill have tiled kernels; paged_attention_v1 takes all others."""
-
-TILED_GROUP = 16
-"""The largest group of query heads that shares a key/value head in the tiled kernels."""
-
-PART_SIZE = 512
-"""Positions of the context in one partition of a decode row."""
+SKINNY_ROWS = 4
+"""Up to so many rows a product is one of our own kernels: there is nothing in it but reading the weights."""
 
 CHUNK_BYTES = 4 << 20
 """How much of a tensor is read at once while loading."""
@@ -38,36 +34,27 @@ CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceMatrix:
-    """weight [out, in] in the type of the weights; bias float32 [out] or None."""
+    """weight [out, in] in the type of the weights; bias float32 [out], or [0] for none."""
 
     weight: Array
-    bias: Array | None = None
-
-
-@dataclass(slots=True, eq=False)
-class DeviceBatch:
-    """The step that was set last, its arrays on the device."""
-
-    limits: BatchLimits
-    token_ids: Array = None
-    attention: AttentionBatch | None = None
-
-    @property
-    def rows(self) -> AttentionBatch:
-        if self.attention is None:
-            raise InvariantError("a batch is used before it was set")
-        return self.attention
+    bias: Array
 
 
 class KernelBackend:
-    """Implements backends.base.Backend. `dtype`: of weights, keys and values; activations are what `empty` is asked for."""
+    """Implements backends.base.Backend.
 
-    def __init__(self, device: Device, dtype: npt.DTypeLike = np.float32) -> None:
+    dtype      of weights and activations: float32, float16 or bfloat16
+    kv_dtype   of keys and values: these, or float8_e4m3fn (without scales); default: as the weights
+    """
+
+    def __init__(self, device: Device, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None) -> None:
         self.name = device.name
         self._device = device
-        self._dtype = np.dtype(dtype)
+        self.activations = self._dtype = np.dtype(dtype)
+        self._kv_dtype = self._dtype if kv_dtype is None else np.dtype(kv_dtype)
+        self._no_bias = device.empty((0,), np.float32)
+        self._attention = KernelAttention(device, self._kv_dtype)
         self._sampler = KernelSampler(device)
-        self._scratch: dict[str, Array] = {}
 
     def _run(self, spec: KernelSpec, **arguments: Any) -> None:
         self._device.launch(spec.bind(**arguments))
@@ -83,30 +70,13 @@ class KernelBackend:
     def download(self, array: Array) -> npt.NDArray[Any]:
         return self._device.download(array)
 
-    def _scratch_of(self, name: str, *shape: int) -> Array:
-        """Float32 memory that is reused from call to call, and grows."""
-        size = math.prod(shape)
-        if name not in self._scratch or len(self._scratch[name]) < size:
-            self._scratch[name] = self._device.empty((size,), np.float32)
-        return self._scratch[name][:size].reshape(shape)
-
     # ---- steps
 
     def new_batch(self, limits: BatchLimits) -> DeviceBatch:
-        return DeviceBatch(limits)
+        return DeviceBatch(self._device, limits, self._attention.num_shares(limits))
 
     def set_batch(self, batch: DeviceBatch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
-        check_batch(batch.limits, token_ids, attention)
-        batch.token_ids = self.upload(token_ids)
-        batch.attention = AttentionBatch(
-            positions=self.upload(attention.positions),
-            slots=self.upload(attention.slots),
-            block_tables=self.upload(attention.block_tables),
-            query_start=self.upload(attention.query_start),
-            context_lens=self.upload(attention.context_lens),
-            num_decode=attention.num_decode,
-            max_context=attention.max_context,
-        )
+        batch.set(token_ids, attention)
 
     def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
         return build
@@ -114,7 +84,7 @@ class KernelBackend:
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
-        return DeviceMatrix(self._load(parts, self._dtype), None if bias is None else self._load(bias, np.dtype(np.float32)))
+        return DeviceMatrix(self._load(parts, self._dtype), self._no_bias if bias is None else self._load(bias, np.dtype(np.float32)))
 
     def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
         return self.load_matrix([gate, up], bias)
@@ -123,7 +93,7 @@ class KernelBackend:
         return self._load([source], np.dtype(np.float32))
 
     def load_embedding(self, source: TensorSource, *, tied: bool) -> DeviceMatrix:
-        return DeviceMatrix(self._load([source], self._dtype))
+        return DeviceMatrix(self._load([source], self._dtype), self._no_bias)
 
     def _load(self, sources: Sequence[TensorSource], dtype: np.dtype[Any]) -> Array:
         """The tensors one after the other along their first axis, read a few MB at a time."""
@@ -140,16 +110,16 @@ class KernelBackend:
 
     def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        return self._device.empty(shape, self._dtype), self._device.empty(shape, self._dtype)
+        return self._device.empty(shape, self._kv_dtype), self._device.empty(shape, self._kv_dtype)
 
     def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        return self._device.empty_host(shape, self._dtype), self._device.empty_host(shape, self._dtype)
+        return self._device.empty_host(shape, self._kv_dtype), self._device.empty_host(shape, self._kv_dtype)
 
     # ---- the forward pass
 
     def embedding(self, table: DeviceMatrix, batch: DeviceBatch, out: Array) -> None:
-        self._run(specs.GATHER_ROWS, table=table.weight, rows=batch.token_ids, out=out)
+        self._run(specs.GATHER_ROWS, table=table.weight, rows=batch.rows.token_ids, out=out)
 
     def linear(self, x: Array, matrix: DeviceMatrix, out: Array) -> None:
         self._product(x, matrix, out, add=False)
@@ -162,8 +132,11 @@ class KernelBackend:
         self._run(specs.SILU_MUL, gate_up=work, out=out)
 
     def _product(self, x: Array, matrix: DeviceMatrix, out: Array, *, add: bool) -> None:
+        if len(x) <= SKINNY_ROWS and x.shape[1] % 8 == 0:
+            self._run(specs.SKINNY_MATMUL, x=x, weight=matrix.weight, bias=matrix.bias, out=out, add=add)
+            return
         self._device.gemm(x, matrix.weight, out, add=add)
-        if matrix.bias is not None:
+        if len(matrix.bias):
             self._run(specs.ADD_BIAS, out=out, bias=matrix.bias)
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
@@ -177,7 +150,7 @@ class KernelBackend:
     def rope_and_cache(
         self, qkv: Array, cos: Array, sin: Array, batch: DeviceBatch, num_heads: int, key_cache: Array, value_cache: Array
     ) -> None:
-        rows = batch.rows
+        rows = batch.rows.attention
         self._run(
             specs.ROPE_AND_CACHE,
             qkv=qkv, cos=cos, sin=sin, positions=rows.positions, slots=rows.slots,
@@ -187,35 +160,7 @@ class KernelBackend:
     def attention(
         self, qkv: Array, key_cache: Array, value_cache: Array, batch: DeviceBatch, num_heads: int, scale: float, window: int, out: Array
     ) -> None:
-        num_kv_heads, head_dim, rows = key_cache.shape[1], key_cache.shape[3], batch.rows
-        same = {"key_cache": key_cache, "value_cache": value_cache, "num_heads": num_heads, "scale": scale, "window": window}
-        every = {
-            "qkv": qkv, "out": out, "positions": rows.positions, "block_tables": rows.block_tables,
-            "query_start": rows.query_start, "context_lens": rows.context_lens,
-        }  # fmt: skip
-        if head_dim not in TILED_HEAD_DIMS or num_heads > TILED_GROUP * num_kv_heads:
-            self._run(specs.PAGED_ATTENTION_V1, **same, **every)
-            return
-        n = rows.num_decode
-        if n:
-            longest = min(rows.max_context, window or rows.max_context)
-            self._decode(
-                qkv[:n], out[:n], ceil_div(longest, PART_SIZE),
-                block_tables=rows.block_tables[:n], context_lens=rows.context_lens[:n], positions=rows.positions[:n], **same,
-            )  # fmt: skip
-        if len(qkv) > n:
-            self._run(specs.PAGED_PREFILL, num_decode=n, **same, **every)
-
-    def _decode(self, qkv: Array, out: Array, num_parts: int, *, num_heads: int, **arguments: Any) -> None:
-        """paged attention v2: every partition of the context, then all of them together."""
-        rows, head_dim = len(qkv), arguments["key_cache"].shape[3]
-        partial = {
-            "partial_out": self._scratch_of("partial_out", rows, num_heads, num_parts, head_dim),
-            "partial_max": self._scratch_of("partial_max", rows, num_heads, num_parts),
-            "partial_sum": self._scratch_of("partial_sum", rows, num_heads, num_parts),
-        }
-        self._run(specs.ATTENTION_PARTITION, qkv=qkv, num_heads=num_heads, part_size=PART_SIZE, **partial, **arguments)
-        self._run(specs.MERGE_PARTITIONS, out=out, num_heads=num_heads, head_dim=head_dim, **partial)
+        self._attention(qkv, key_cache, value_cache, batch.rows, num_heads, scale, window, out)
 
     def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
         chosen = self._device.peek(rows)

@@ -20,7 +20,7 @@ source: what the arrays hold decides which variant is compiled.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -33,6 +33,7 @@ C_TYPES = {
     "float32": "float",
     "float16": "__half",
     "bfloat16": "__nv_bfloat16",
+    "float8_e4m3fn": "__nv_fp8_e4m3",
     "int32": "int",
     "int64": "int64_t",
     "uint64": "uint64_t",
@@ -40,8 +41,9 @@ C_TYPES = {
 }
 """NumPy's names of the types that kernels know, and the names in CUDA C."""
 
-MACRO_TYPES = dict.fromkeys(("ACT_T", "WEIGHT_T", "KV_T"), ("float32", "float16", "bfloat16"))
-"""What the arrays of a type macro may hold: activations, stored weights, keys and values in the cache."""
+_FLOATS = ("float32", "float16", "bfloat16")
+MACRO_TYPES = {"ACT_T": _FLOATS, "OUT_T": _FLOATS, "WEIGHT_T": _FLOATS, "KV_T": (*_FLOATS, "float8_e4m3fn")}
+"""What the arrays of a type macro may hold: activations, results, stored weights, keys and values in the cache."""
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 """CUDA C Programming Guide, table of technical specifications."""
@@ -125,10 +127,13 @@ class KernelSpec:
 
     name, about   the function's name in the .cu file, and a line for people
     parameters    in the kernel's order
-    grid          one to three expressions over the symbols; `ceil_div(a, b)` may be used
+    grid          one to three expressions over the symbols; `ceil_div(a, b)` and `max(a, b)` may be used
     block         threads of a block
     shared        bytes of dynamic shared memory, an expression
-    macros        symbols that the source wants as -D numbers, in capitals: "head_dim" becomes HEAD_DIM
+    macros        symbols that the source wants as -D numbers, in capitals ("head_dim" becomes HEAD_DIM), and the values it
+                  is written for; one that no shape defines is an argument of `bind`
+    types         type macros that may be less than MACRO_TYPES says
+    registers     the most that a thread may take: more, and fewer blocks share a multiprocessor than planned
     source        the .cu file, where it is not named like the kernel
     """
 
@@ -140,14 +145,17 @@ class KernelSpec:
         grid: str,
         block: int,
         shared: str = "0",
-        macros: Sequence[str] = (),
+        macros: Mapping[str, tuple[int, ...]] | None = None,
+        types: Mapping[str, tuple[str, ...]] | None = None,
+        registers: int = 64,
         source: str | None = None,
     ) -> None:
         self.name, self.about, self.parameters, self.block = name, about, parameters, block
         self.source = source or f"{name}.cu"
-        self.macros = tuple(macros)
+        self.macros, self.registers = dict(macros or {}), registers
         self.grid, self.shared = _split(grid), shared
-        self.type_macros = tuple(sorted({p.dtype for p in parameters if p.dtype in MACRO_TYPES}))
+        used = sorted({p.dtype for p in parameters if p.dtype in MACRO_TYPES})
+        self.types: dict[str, tuple[str, ...]] = {name: MACRO_TYPES[name] for name in used} | dict(types or {})
         self._arrays = [p for p in parameters if p.shape is not None]
         self._symbols = {e for p in self._arrays for e in p.shape or () if e.isidentifier()}
         self._scalars = {p.name: p for p in parameters if p.shape is None}
@@ -164,8 +172,8 @@ class KernelSpec:
 
         Raises InvariantError, naming the parameter and what it wants, for a wrong type, shape, layout or number.
         """
-        names = {p.name for p in self.parameters}
-        needed = {p.name for p in self.parameters if p.shape is not None or p.name not in self._symbols}
+        names = {p.name for p in self.parameters} | set(self.macros)
+        needed = names - {name for name in names & self._symbols if name not in {p.name for p in self._arrays}}
         for what, wrong in (("lacks", needed - set(arguments)), ("does not take", set(arguments) - names)):
             if wrong:
                 raise InvariantError(f"{self.name} {what} {', '.join(sorted(wrong))}")
@@ -175,15 +183,22 @@ class KernelSpec:
         for size, most, expression in zip(grid, LARGEST_GRID, self.grid, strict=False):
             if not 0 <= size <= most:
                 raise InvariantError(f"{self.name}: {expression} = {size} blocks, more than the {most} of a grid")
-        macros = [(name, C_TYPES[types[name]]) for name in self.type_macros]
-        macros += [(name.upper(), str(symbols[name])) for name in self.macros]
+        for name, values in self.macros.items():
+            if symbols[name] not in values:
+                raise InvariantError(f"{self.name} is built for {name} {', '.join(map(str, values))}; not {symbols[name]}")
         return Launch(
-            Variant(self.source, self.name, tuple(macros)),
+            self.variant(types, symbols),
             grid,
             (self.block,),
             tuple(arguments[p.name] if p.shape is not None else self._number(p, arguments.get(p.name, symbols.get(p.name))) for p in self.parameters),
             self._evaluate(self.shared, symbols),
         )
+
+    def variant(self, types: Mapping[str, str], numbers: Mapping[str, int]) -> Variant:
+        """The variant for these types (by NumPy's names) and values of the macros; more of either does not matter."""
+        macros = [(name, C_TYPES[types[name]]) for name in self.types]
+        macros += [(name.upper(), str(numbers[name])) for name in self.macros]
+        return Variant(self.source, self.name, tuple(macros))
 
     def _check_arrays(self, arguments: Mapping[str, Any], symbols: dict[str, int]) -> dict[str, str]:
         """Bind the symbols that shapes define; the type that stands behind every type macro."""
@@ -192,7 +207,7 @@ class KernelSpec:
             array, shape = arguments[p.name], p.shape or ()
             if not hasattr(array, "dtype") or len(array.shape) != len(shape):
                 raise self._wrong(p, array, symbols)
-            allowed = MACRO_TYPES.get(p.dtype, (p.dtype,))
+            allowed = self.types.get(p.dtype, (p.dtype,))
             if array.dtype.name not in allowed or types.setdefault(p.dtype, array.dtype.name) != array.dtype.name:
                 raise self._wrong(p, array, symbols)
             for expression, size in zip(shape, array.shape, strict=True):
@@ -209,7 +224,7 @@ class KernelSpec:
     def _wrong(self, p: Parameter, array: Any, symbols: Mapping[str, int]) -> InvariantError:
         names = {name for e in p.shape or () for name in self._code[e].co_names if name in symbols}
         where = ", ".join(f"{name} = {symbols[name]}" for name in sorted(names))
-        choice = f" ({' or '.join(MACRO_TYPES[p.dtype])}, the same wherever it stands)" if p.dtype in MACRO_TYPES else ""
+        choice = f" ({' or '.join(self.types[p.dtype])}, the same wherever it stands)" if p.dtype in self.types else ""
         got = f"{array.dtype.name} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
         return InvariantError(f"{self.name} wants {p}{choice}{' with ' if where else ''}{where}; got {got}")
 
@@ -227,6 +242,6 @@ class KernelSpec:
 
     def _evaluate(self, expression: str, symbols: Mapping[str, int]) -> int:
         try:
-            return int(eval(self._code[expression], {"__builtins__": {}, "ceil_div": ceil_div}, symbols))
+            return int(eval(self._code[expression], {"__builtins__": {}, "ceil_div": ceil_div, "max": max}, symbols))
         except NameError as error:
             raise InvariantError(f"{self.name}: {expression} cannot be computed: {error}") from error

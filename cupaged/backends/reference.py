@@ -45,6 +45,7 @@ class ReferenceBackend:
     """Implements backends.base.Backend on NumPy arrays."""
 
     name = "reference"
+    activations = np.dtype(np.float32)
 
     def __init__(self) -> None:
         self._counts = sampling.TokenCounts()

@@ -60,7 +60,7 @@ ENGINE_OPTIONS = (
     _option("--model", "-m", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, hub id or built-in name."),
     _option("--device", help="auto, cpu, reference (slow and exact), or emu (the CUDA kernels, emulated)."),
     _option("--dtype", help="Storage of the weights: auto (the checkpoint's), float32, float16, bfloat16, int8."),
-    _option("--kv-cache-dtype", help="Storage of keys and values: auto (float32), float32, float16, bfloat16, int8."),
+    _option("--kv-cache-dtype", help="Storage of keys and values: auto (float32), float32, float16, bfloat16, int8; fp8 on emu."),
     _option("--block-size", type=int, help="Tokens per KV block, 1 to 256 (default 16)."),
     _option("--num-blocks", type=int, help="KV blocks in the pool (default: by its size)."),
     _option("--kv-cache-memory", type=memory_size, metavar="SIZE", help="The pool's size: 512MB, 2GiB (default: at most a quarter of the free memory)."),

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import numpy as np
-
 from cupaged.backends.base import Array, Backend, Batch
 from cupaged.config import ModelConfig
 from cupaged.model.kv_store import KVStore
@@ -23,7 +21,7 @@ from cupaged.model.weights import LlamaWeights
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """Activations of a step, float32 [rows, width]; allocated once for the largest step."""
+    """Activations of a step [rows, width], in the backend's type; allocated once for the largest step."""
 
     hidden: Array
     normed: Array
@@ -43,7 +41,7 @@ class Buffers:
             "gate_up": 2 * config.intermediate_size,
             "activated": config.intermediate_size,
         }
-        return cls(**{name: backend.empty((rows, width), np.float32) for name, width in widths.items()})
+        return cls(**{name: backend.empty((rows, width), backend.activations) for name, width in widths.items()})
 
     def first(self, rows: int) -> Buffers:
         """The same memory, cut to a step's rows."""

@@ -37,13 +37,14 @@ class Runner:
                 num_blocks=kv.num_blocks,
                 block_size=kv.block_size,
                 num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
                 window=config.window_of_all,
             )
         )
         self._forward = backend.record(lambda rows: forward(backend, model, kv, self._batch, buffers.first(rows)), max_rows)
         self._hidden = buffers.normed
         logit_rows = max(max_seqs, LOGPROB_ROWS)
-        self._rows = backend.empty((logit_rows, config.hidden_size), np.float32)
+        self._rows = backend.empty((logit_rows, config.hidden_size), backend.activations)
         self._logits = backend.empty((logit_rows, config.vocab_size), np.float32)
 
     def run(self, plan: StepPlan) -> ModelOutput:

@@ -10,8 +10,8 @@ from cupaged.backends.base import AttentionBatch, Backend, BatchLimits
 
 
 def load_batch(
-    backend: Backend, rows: AttentionBatch, token_ids: np.ndarray | None = None, *, num_blocks: int = 1, block_size: int = 16, num_kv_heads: int = 1, window: int = 0,
-    vocab_size: int = 1, positions: int | None = None,
+    backend: Backend, rows: AttentionBatch, token_ids: np.ndarray | None = None, *, num_blocks: int = 1, block_size: int = 16, num_kv_heads: int = 1, head_dim: int = 64,
+    window: int = 0, vocab_size: int = 1, positions: int | None = None,
 ) -> Any:
     """A backend's Batch that holds these rows."""
     limits = BatchLimits(
@@ -23,6 +23,7 @@ def load_batch(
         num_blocks=num_blocks,
         block_size=block_size,
         num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         window=window,
     )
     batch = backend.new_batch(limits)

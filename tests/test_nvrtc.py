@@ -1,0 +1,69 @@
+"""The kernels compile for every GPU, without one, and none is slow by construction: no spills, no surprise in registers."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupaged.backends import nvrtc
+from cupaged.backends.kernel_specs import SPECS, variants
+from cupaged.backends.launch import KernelSpec, Variant, scalar
+from cupaged.backends.nvrtc import ARCHITECTURES, Resources
+from cupaged.errors import BackendError
+
+compiles = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+
+
+def chosen() -> list[tuple[str, str, Variant]]:
+    """Each kernel for each architecture once, and further variants until each macro was met by each architecture."""
+    cases, met = [], set()
+    for k, spec in enumerate(SPECS.values()):
+        all_of_it = list(variants(spec))
+        for a, architecture in enumerate(ARCHITECTURES):
+            for turn in range(len(all_of_it)):
+                variant = all_of_it[(k + a + 5 * turn) % len(all_of_it)]
+                if turn == 0 or any((architecture, macro) not in met for macro in variant.macros):
+                    cases.append((spec.name, architecture, variant))
+                    met.update((architecture, macro) for macro in variant.macros)
+    return cases
+
+
+def test_every_kernel_has_variants_and_none_twice() -> None:
+    for spec in SPECS.values():
+        all_of_it = list(variants(spec))
+        assert 0 < len(set(all_of_it)) == len(all_of_it)
+    assert len(list(variants(SPECS["gather_rows"]))) == 9
+    assert len(list(variants(SPECS["rope_and_cache"]))) == 6  # keys and values as activations are, or in 8 bits
+
+
+def test_the_choice_meets_every_pair_of_architecture_and_macro() -> None:
+    met = {(architecture, macro) for _, architecture, variant in chosen() for macro in variant.macros}
+    wanted = {macro for spec in SPECS.values() for variant in variants(spec) for macro in variant.macros}
+    assert met == {(architecture, macro) for architecture in ARCHITECTURES for macro in wanted}
+    assert {(name, architecture) for name, architecture, _ in chosen()} == {(name, a) for name in SPECS for a in ARCHITECTURES}
+
+
+@compiles
+@pytest.mark.parametrize(("name", "architecture", "variant"), chosen(), ids=lambda value: value if isinstance(value, str) else "-".join(v for _, v in value.macros))
+def test_a_variant_compiles_and_keeps_to_its_registers(name: str, architecture: str, variant: Variant) -> None:
+    used = nvrtc.compile_variant(variant, architecture)
+    assert nvrtc.complaints(SPECS[name], used) == [], variant
+
+
+@compiles
+def test_an_error_of_the_compiler_names_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels_cu.source", lambda name: '#line 7 "bad.cu"\nextern "C" __global__ void k() { int x = y; }\n')
+    with pytest.raises(BackendError, match=r'(?s)^bad.cu does not compile for sm_80:\nbad.cu\(7\): error: identifier "y" is undefined'):
+        nvrtc.compile_variant(Variant("bad.cu", "k", ()), "sm_80")
+
+
+def test_complaints_name_spills_and_registers() -> None:
+    spec = KernelSpec("k", "", scalar("n"), grid="n", block=32, registers=40)
+    assert nvrtc.complaints(spec, Resources(40, 0, 0, 100)) == []
+    assert nvrtc.complaints(spec, Resources(41, 16, 8, 0)) == ["16 bytes of local memory, 8 spilled", "41 registers, 40 declared"]
+
+
+def test_without_cupy_there_is_a_reason_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "nvrtc", None)
+    reason = nvrtc.missing()
+    assert reason is not None
+    assert reason.startswith("no CuPy: pip install cupy-cuda12x")
