@@ -1,15 +1,51 @@
-// log_softmax of one given token and of the k likeliest, a row of logits each.
+// log_softmax of the likeliest tokens of a row of logits: for reports, and for the beams of a search.
 //
+// token_logprobs    of one given token and of the k likeliest
 //   logits float32 [rows, vocab_size]   token_ids int32 [rows]
 //   logprobs float32, ranks int32 [rows]: of the given token; its rank is 1 + the number of strictly larger logits
+// beam_candidates   of the k likeliest: what a beam may go on with (k is twice the number of beams)
+//   found int32 [rows]: how many there are
+// both
 //   top_ids int32, top_logprobs float32 [rows, k]: the likeliest first, equal logits by id; -1 and -infinity past the vocabulary
 //
-// One block a row; sums are float64. The k likeliest are found one after the other: each pass takes the best token that
-// ranks below the one before, so k may be anything and nothing is sorted. A damaged row gets rank -1 (NaN or infinity)
-// or -2 (all banned) and nothing else.
+// One block a row; sums are float64. Nothing is sorted: a thread knows the best token of its own share of the row
+// (tokens t, t + 256, ...), and the best of all shares is the next of the row; then only its share is searched again,
+// by all threads, for what ranks below. A damaged row gets rank, or found, -1 (NaN or infinity) or -2 (all banned) and
+// nothing else.
 #include "device.cuh"
 
-extern "C" __global__ void __launch_bounds__(256) token_logprobs(
+constexpr int THREADS = 256;
+
+// log of the sum of exp(logit - largest), the same for all threads.
+__device__ __forceinline__ double log_sum_of(const float* logits, int vocab_size, double largest) {
+  double sum = 0.0;
+  for (int token = threadIdx.x; token < vocab_size; token += THREADS) sum += exp(logits[token] - largest);
+  return log(reduce_block<Sum>(sum));
+}
+
+// The k best tokens of a row, in order; log_total is the log of the sum of exp(logit).
+__device__ __forceinline__ void write_top(const float* logits, int vocab_size, int k, double log_total, int* top_ids, float* top_logprobs) {
+  uint64_t mine = 0;
+  for (int token = threadIdx.x; token < vocab_size; token += THREADS) mine = Max::of(mine, ranked(logits[token], token));
+  for (int i = 0; i < k; i++) {
+    const uint64_t next = reduce_block<Max>(mine);
+    const int token = token_of(next), share = token % THREADS;
+    if (threadIdx.x == 0) {
+      top_ids[i] = next ? token : -1;
+      top_logprobs[i] = next ? static_cast<float>(logits[token] - log_total) : minus_infinity();
+    }
+    if (next == 0 || i + 1 == k) continue;  // for all threads alike
+    uint64_t below = 0;
+    for (int other = share + THREADS * threadIdx.x; other < vocab_size; other += THREADS * THREADS) {
+      const uint64_t rank = ranked(logits[other], other);
+      if (rank < next) below = Max::of(below, rank);
+    }
+    below = reduce_block<Max>(below);
+    if (threadIdx.x == share) mine = below;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) token_logprobs(
     const float* __restrict__ logits, const int* __restrict__ token_ids, float* __restrict__ logprobs, int* __restrict__ ranks,
     int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int k) {
   const int64_t row = blockIdx.x;
@@ -19,34 +55,25 @@ extern "C" __global__ void __launch_bounds__(256) token_logprobs(
     if (threadIdx.x == 0) ranks[row] = best;
     return;
   }
-
-  const double largest = of_row[best];
+  const double log_total = of_row[best] + log_sum_of(of_row, vocab_size, of_row[best]);
   const float given = of_row[token_ids[row]];
-  double sum = 0.0;
   int larger = 0;
-  for (int token = threadIdx.x; token < vocab_size; token += blockDim.x) {
-    sum += exp(of_row[token] - largest);
-    larger += of_row[token] > given;
-  }
-  const double log_sum = log(reduce_block<Sum>(sum));
+  for (int token = threadIdx.x; token < vocab_size; token += THREADS) larger += of_row[token] > given;
   larger = reduce_block<Sum>(larger);
   if (threadIdx.x == 0) {
-    logprobs[row] = static_cast<float>(given - largest - log_sum);
+    logprobs[row] = static_cast<float>(given - log_total);
     ranks[row] = 1 + larger;
   }
+  write_top(of_row, vocab_size, k, log_total, top_ids + row * k, top_logprobs + row * k);
+}
 
-  uint64_t before = ~0ull;
-  for (int i = 0; i < k; i++) {
-    uint64_t next = 0;
-    for (int token = threadIdx.x; token < vocab_size; token += blockDim.x) {
-      const uint64_t rank = ranked(of_row[token], token);
-      if (rank < before) next = Max::of(next, rank);
-    }
-    before = reduce_block<Max>(next);
-    if (threadIdx.x == 0) {
-      const int token = token_of(before);
-      top_ids[row * k + i] = before ? token : -1;
-      top_logprobs[row * k + i] = before ? static_cast<float>(of_row[token] - largest - log_sum) : minus_infinity();
-    }
-  }
+extern "C" __global__ void __launch_bounds__(THREADS) beam_candidates(
+    const float* __restrict__ logits, int* __restrict__ found, int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int k) {
+  const int64_t row = blockIdx.x;
+  const float* const of_row = logits + row * vocab_size;
+  const int best = best_token(of_row, vocab_size);
+  if (threadIdx.x == 0) found[row] = best < 0 ? best : min(k, vocab_size);
+  if (best < 0) return;
+  const double log_total = of_row[best] + log_sum_of(of_row, vocab_size, of_row[best]);
+  write_top(of_row, vocab_size, k, log_total, top_ids + row * k, top_logprobs + row * k);
 }

@@ -287,6 +287,8 @@ def test_sampling_under_the_checks() -> None:
     got = sampler.token_logprobs(emu.array(logits), np.arange(6, dtype=np.int32), 4)
     for array, want in zip(got, sampling.token_logprobs(logits, np.arange(6, dtype=np.int32), 4), strict=True):
         np.testing.assert_allclose(array, want, rtol=1e-6)
+    for array, want in zip(sampler.beam_candidates(emu.array(logits), 4), got[2:], strict=True):
+        assert np.array_equal(array, want)
 
 
 def test_the_random_number_is_exact_to_its_last_bit() -> None:
@@ -322,6 +324,8 @@ def test_nothing_is_chosen_from_damaged_logits_and_nothing_is_counted(value: flo
     assert not sampler._counts.outputs.any()
     with pytest.raises(InvariantError, match=f"^row 1: .*{message}"):
         sampler.token_logprobs(logits, np.zeros(2, np.int32), 1)
+    with pytest.raises(InvariantError, match=f"^row 1: .*{message}"):
+        sampler.beam_candidates(logits, 1)
 
 
 def test_penalties_without_history_and_negative_row_ids_are_refused() -> None:

@@ -377,6 +377,18 @@ def test_equal_logits_come_lower_id_first_and_share_a_rank(implementation: Modul
 
 
 @both
+def test_candidates_of_beams_are_the_likeliest_tokens(implementation: ModuleType) -> None:
+    logits = np.stack([random_logits(seed, 700, 4.0) for seed in range(3)])
+    before = logits.copy()
+    _, _, top_ids, top_logprobs = implementation.token_logprobs(logits, ids(0, 0, 0), 16)
+    found, logprobs = implementation.beam_candidates(logits, 16)
+    assert np.array_equal(found, top_ids)
+    assert np.array_equal(logprobs, top_logprobs)
+    assert (found.dtype, logprobs.dtype) == (np.int32, np.float32)
+    assert (logits == before).all()
+
+
+@both
 def test_impossible_tokens_have_minus_infinity_and_missing_ones_are_marked(implementation: ModuleType) -> None:
     logits = np.array([[-np.inf, 0.0, -np.inf]], np.float32)
     logprobs, ranks, top_ids, top_logprobs = implementation.token_logprobs(logits, ids(2), 5)

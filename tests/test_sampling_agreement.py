@@ -126,11 +126,15 @@ def test_the_cuda_kernels_give_the_same_logprobs(problem: tuple[np.ndarray[Any, 
     logits, _, seed = problem
     chosen = np.random.RandomState(seed).randint(logits.shape[1], size=len(logits)).astype(np.int32)
     expected = sampling.token_logprobs(logits, chosen, k)
-    got = KernelSampler(EmuDevice()).token_logprobs(logits, chosen, k)
+    sampler = KernelSampler(EmuDevice())
+    got = sampler.token_logprobs(logits, chosen, k)
     for exact in (1, 2):
         assert got[exact].tolist() == expected[exact].tolist()
     for close in (0, 3):
         np.testing.assert_allclose(got[close], expected[close], rtol=1e-6, atol=1e-12)
+    candidates = sampler.beam_candidates(logits, k)
+    assert np.array_equal(candidates[0], got[2])
+    assert np.array_equal(candidates[1], got[3])
 
 
 def test_the_kernels_exponential_is_exact_to_its_word() -> None:

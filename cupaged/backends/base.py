@@ -264,6 +264,12 @@ class Backend(Protocol):
         a token's rank is 1 + the number of strictly larger logits."""
         ...
 
+    def beam_candidates(self, logits: Array, k: int) -> tuple[Array, Array]:
+        """The k likeliest next tokens of every row with their log_softmax, in the order of `token_logprobs`:
+        (ids int32 [R, k], logprobs float32 [R, k]). Does not change the logits. A search of W beams wants k = 2W, so
+        that W go on however many of them end (beams of a group are merged by the caller)."""
+        ...
+
     # ---- cache maintenance
 
     def copy_blocks(self, key_cache: Cache, value_cache: Cache, pairs: npt.NDArray[np.int32]) -> None:

@@ -234,6 +234,9 @@ class CpuBackend:
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return cpu_sampling.token_logprobs(logits, token_ids, k, self._team)
 
+    def beam_candidates(self, logits: F32, k: int) -> tuple[I32, F32]:
+        return cpu_sampling.beam_candidates(logits, k, self._team)
+
     # ---- cache maintenance
 
     def copy_blocks(self, key_cache: U8, value_cache: U8, pairs: I32) -> None:

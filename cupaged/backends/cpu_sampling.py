@@ -77,6 +77,12 @@ def token_logprobs(logits: F32, token_ids: I32, k: int, team: Team | None = None
     return logprobs, ranks, top_ids, top_logprobs
 
 
+def beam_candidates(logits: F32, k: int, team: Team | None = None) -> tuple[I32, F32]:
+    """The same as `sampling.beam_candidates`."""
+    _, _, ids, logprobs = token_logprobs(logits, np.zeros(len(logits), np.int32), k, team)
+    return ids, logprobs
+
+
 def _run(team: Team | None, rows_kernel: Kernel, logits: F32, *arguments: Any) -> None:
     if team is None or len(logits) == 1:
         rows_kernel(0, 1, logits, *arguments)

@@ -23,7 +23,7 @@ _NOTHING_TO_CHOOSE = {
 
 
 class KernelSampler:
-    """`sample` and `token_logprobs` of backends.base.Backend over a device."""
+    """`sample`, `token_logprobs` and `beam_candidates` of backends.base.Backend over a device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -64,6 +64,14 @@ class KernelSampler:
         )
         _check_chosen(device.peek(ranks))
         return logprobs, ranks, top_ids, top_logprobs
+
+    def beam_candidates(self, logits: Array, k: int) -> tuple[Array, Array]:
+        device, num_rows = self._device, len(logits)
+        found = device.empty((num_rows,), np.int32)
+        ids, logprobs = device.empty((num_rows, k), np.int32), device.empty((num_rows, k), np.float32)
+        device.launch(specs.BEAM_CANDIDATES.bind(logits=logits, found=found, top_ids=ids, top_logprobs=logprobs))
+        _check_chosen(device.peek(found))
+        return ids, logprobs
 
 
 def _check_chosen(answers: npt.NDArray[Any] | None) -> None:

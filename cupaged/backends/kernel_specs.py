@@ -301,6 +301,17 @@ TOKEN_LOGPROBS = KernelSpec(
     grid="rows", block=256,
 )  # fmt: skip
 
+BEAM_CANDIDATES = KernelSpec(
+    "beam_candidates", "log_softmax of the k likeliest tokens: what a beam may go on with",
+    read("logits", "float32", "rows, vocab_size"),
+    write("found", "int32", "rows"),
+    write("top_ids", "int32", "rows, k"),
+    write("top_logprobs", "float32", "rows, k"),
+    scalar("vocab_size"),
+    scalar("k"),
+    grid="rows", block=256, source="token_logprobs.cu",
+)  # fmt: skip
+
 SPECS = {spec.name: spec for spec in list(vars().values()) if isinstance(spec, KernelSpec)}
 """Every kernel by name."""
 

@@ -179,6 +179,9 @@ class KernelBackend:
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
         return self._sampler.token_logprobs(logits, token_ids, k)
 
+    def beam_candidates(self, logits: Array, k: int) -> tuple[Array, Array]:
+        return self._sampler.beam_candidates(logits, k)
+
     # ---- cache maintenance
 
     def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:

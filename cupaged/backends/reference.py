@@ -191,6 +191,9 @@ class ReferenceBackend:
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return sampling.token_logprobs(logits, token_ids, k)
 
+    def beam_candidates(self, logits: F32, k: int) -> tuple[I32, F32]:
+        return sampling.beam_candidates(logits, k)
+
     # ---- cache maintenance
 
     def copy_blocks(self, key_cache: F32, value_cache: F32, pairs: I32) -> None:

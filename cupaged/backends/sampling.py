@@ -146,6 +146,12 @@ def token_logprobs(logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, 
     return logprobs, ranks, top_ids, top_logprobs
 
 
+def beam_candidates(logits: F32, k: int) -> tuple[I32, F32]:
+    """The k likeliest tokens of every row and their log_softmax; see `Backend.beam_candidates`."""
+    _, _, ids, logprobs = token_logprobs(logits, np.zeros(len(logits), np.int32), k)
+    return ids, logprobs
+
+
 def uniform(seeds: npt.NDArray[np.uint64], positions: I32, indices: I32) -> F64:
     """One number in (0, 1) a row: key = seed, counter = (position, index, 0, 0), u = ((x0 >> 8) + 0.5) * 2^-24."""
     counter = np.zeros((len(seeds), 4), np.uint32)

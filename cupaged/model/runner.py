@@ -87,11 +87,10 @@ class Runner:
         if not beams:
             return {}
         logits = self._head(hidden, np.array([row for row, _ in beams], np.int32))
-        anything = self._backend.upload(np.zeros(len(beams), np.int32))
         most = min(max(item.num_candidates for _, item in beams), logits.shape[1])
-        found = self._logprobs(logits, anything, most)
+        ids, logprobs = (self._backend.download(array) for array in self._backend.beam_candidates(logits, most))
         return {
-            item.seq_id: (found.top_ids[i, : item.num_candidates], found.top_logprobs[i, : item.num_candidates])
+            item.seq_id: (ids[i, : item.num_candidates], logprobs[i, : item.num_candidates])
             for i, (_, item) in enumerate(beams)
         }
 
