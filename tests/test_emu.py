@@ -402,6 +402,8 @@ def test_the_fallback_switch_gives_the_same_bits() -> None:
     [
         ("out[64 + threadIdx.x] = 1.0f;", "out of bounds", "past the end of 'out'"),
         ("out[(int)threadIdx.x - 1024] = 1.0f;", "out of bounds", "before the start of 'out'"),
+        ("SHARED(float, s, 8); s[threadIdx.x * 100000] = 1.0f; out[0] = s[1];", "out of bounds", "past the end of shared array 's'"),
+        ("SHARED(float, s, 8); s[(int)threadIdx.x - 1000] = 1.0f; out[0] = s[1];", "out of bounds", "before every array"),
         ("out[0] = (float)(5 / (int)out[threadIdx.x]);", "overflow", "division by zero"),
         ("if (threadIdx.x > 3) __syncthreads(); else out[0] = __shfl_xor_sync(~0u, 1.0f, 1);", "warp mask", "wait for each other"),
         ("volatile float a[40000]; a[threadIdx.x] = 1.0f; out[0] = a[0];", "stack overflow", "local variables"),

@@ -7,6 +7,7 @@
 namespace simt {
 constexpr size_t SHARED_BYTES = 227 * 1024, STATIC_SHARED_BYTES = 48 * 1024;  // of a block, on the largest GPUs
 constexpr size_t SHARED_ROOM = SHARED_BYTES + 16 * 1024;                     // with red zones
+constexpr size_t SHARED_GUARD = (size_t)64 << 20;                            // nobody may touch it: before and after
 constexpr int MAX_SHARED_ARRAYS = 64;
 
 struct SharedArray {
@@ -57,13 +58,14 @@ struct Name {
   char array[64], where[160];
 };
 static void name_shared(uintptr_t p, Name& name) {
-  const size_t offset = p - (uintptr_t)shared_memory;
+  const ptrdiff_t at_or_before = (ptrdiff_t)(p - (uintptr_t)shared_memory);
+  const size_t offset = at_or_before < 0 ? 0 : (size_t)at_or_before;
   const SharedArray* before = nullptr;
   for (int i = 0; i < num_shared_arrays; i++) {
     const SharedArray& a = shared_arrays[i];
     if (offset >= a.offset && (!before || a.offset > before->offset)) before = &a;
   }
-  if (!before) {
+  if (!before || at_or_before < 0) {
     snprintf(name.where, sizeof name.where, "shared memory before every array");
     return;
   }
@@ -77,7 +79,7 @@ static void name_shared(uintptr_t p, Name& name) {
 }
 static Name name_of(uintptr_t p) {
   Name name = {};
-  if (p - (uintptr_t)shared_memory < SHARED_ROOM) {
+  if (p - (uintptr_t)shared_memory + SHARED_GUARD < SHARED_ROOM + 2 * SHARED_GUARD) {
     name_shared(p, name);
     return name;
   }

@@ -150,11 +150,20 @@ struct BlockOrder {
   uint64_t operator[](uint64_t i) const { return launch.schedule == REVERSE ? count - 1 - i : (first + i * stride) % count; }
 };
 
+// Shared memory between two stretches that nobody may touch: an index that runs away in the fast mode, where nothing is
+// checked, must not reach the program's own memory.
+static char* reserve_shared(size_t page) {
+  const size_t room = (SHARED_ROOM + page - 1) / page * page;
+  char* const memory = reserve<char>(room + 2 * SHARED_GUARD);
+  if (!memory) return nullptr;
+  const int wrong = mprotect(memory, SHARED_GUARD, PROT_NONE) | mprotect(memory + SHARED_GUARD + room, SHARED_GUARD, PROT_NONE);
+  return wrong ? nullptr : memory + SHARED_GUARD;
+}
 static bool prepare() {
   if (stacks) return true;
   const size_t page = (size_t)sysconf(_SC_PAGESIZE);
   stack_bytes = 64 * 1024 + page;
-  shared_memory = reserve<char>(SHARED_ROOM);
+  shared_memory = reserve_shared(page);
   shared_written = reserve<uint8_t>(SHARED_ROOM);
   shared_cells = reserve<Cell>(SHARED_ROOM);
   char* memory = reserve<char>(MAX_THREADS * stack_bytes);
