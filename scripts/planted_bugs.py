@@ -5,8 +5,8 @@
     python scripts/planted_bugs.py pins epoch      # those whose name contains one of the words
     python scripts/planted_bugs.py --list
 
-Each bug is a patch of product code. It is applied to a copy of the repository, where the bookkeeping tests must then
-fail. Exit status 1 if a bug survives, if a patch no longer applies, or if the tests fail without any bug.
+Each bug is a patch of product code: of the bookkeeping, or of the CUDA kernels. It is applied to a copy of the
+repository, where the tests of that part must then fail. Exit status 1 if a bug survives, if a patch no longer applies, or if the tests fail without any bug.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from kernel_bugs import KERNEL_BUGS
+
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = tuple(
     f"tests/test_{name}.py"
@@ -28,15 +30,17 @@ TESTS = tuple(
         *("radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
     )
 )
+KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "sampling_agreement", "kernel_engine"))
 
 
 @dataclass(frozen=True)
 class Bug:
-    """In `file`, each text on the left becomes the text on its right."""
+    """In `file`, each text on the left becomes the text on its right; some of `tests` must notice."""
 
     name: str
     file: str
     patches: tuple[tuple[str, str], ...]
+    tests: tuple[str, ...] = TESTS
 
     def apply(self, root: Path) -> None:
         path = root / self.file
@@ -212,6 +216,7 @@ BUGS = (
     Bug("a dropped stream ends in the middle of a step", "cupaged/stream.py", (("            self._forget()\n", "            self._abort()\n"),)),
     Bug("abort forgets the scheduler", ENGINE, (("            self._scheduler.abort(live.request)\n", '            for sequence in live.request.live:\n                sequence.finish_reason = "abort"\n'),)),
 )  # fmt: skip
+ALL_BUGS = (*BUGS, *(Bug(name, file, ((old, new),), KERNEL_TESTS) for name, file, old, new in KERNEL_BUGS))
 
 
 def copy_repository(target: Path) -> None:
@@ -219,9 +224,9 @@ def copy_repository(target: Path) -> None:
     shutil.copytree(ROOT, target, ignore=ignored)
 
 
-def first_failure(root: Path) -> str | None:
+def first_failure(root: Path, tests: tuple[str, ...]) -> str | None:
     """The first test that fails there, or None."""
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900, check=False)
     if run.returncode == 0:
         return None
@@ -234,19 +239,19 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only bugs whose name contains one of these")
     parser.add_argument("--list", action="store_true", help="only list the bugs, after checking that the patches apply")
     arguments = parser.parse_args()
-    bugs = [bug for bug in BUGS if not arguments.words or any(word in bug.name for word in arguments.words)]
+    bugs = [bug for bug in ALL_BUGS if not arguments.words or any(word in bug.name for word in arguments.words)]
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         pristine = Path(folder) / "pristine"
         copy_repository(pristine)
-        if not arguments.list and (failure := first_failure(pristine)):
+        if not arguments.list and (failure := first_failure(pristine, tuple(dict.fromkeys(test for bug in bugs for test in bug.tests)))):
             print(f"the tests fail without a planted bug: {failure}")
             return 1
         for number, bug in enumerate(bugs):
             root = Path(folder) / str(number)
             shutil.copytree(pristine, root, ignore=shutil.ignore_patterns("__pycache__"))
             bug.apply(root)
-            killer = "" if arguments.list else first_failure(root)
+            killer = "" if arguments.list else first_failure(root, bug.tests)
             if killer is None:
                 survivors.append(bug)
             print(f"{bug.name:45} {'SURVIVES' if killer is None else killer}", flush=True)

@@ -1,0 +1,41 @@
+"""Bugs for planted_bugs.py in the CUDA kernels and the code that launches them: (name, file, text, text instead)."""
+
+V1, V2, MERGE, DECODE, TILE = (f"kernels_cu/{name}" for name in ("paged_attention_v1.cu", "paged_attention_v2.cu", "merge_partitions.cu", "paged_decode.cu", "attention_tile.cuh"))
+PREFILL, PLAIN, DEVICE, ROPE = (f"kernels_cu/{name}" for name in ("paged_prefill.cu", "plain_prefill.cu", "device.cuh", "rope_and_cache.cu"))
+SKINNY, LOGPROBS, SAMPLE = (f"kernels_cu/{name}" for name in ("skinny_matmul.cu", "token_logprobs.cu", "sample_tokens.cu"))
+PLAN, ATTENTION, BATCH, KERNELS = (f"cupaged/backends/{name}.py" for name in ("split_plan", "kernel_attention", "kernel_batch", "kernels"))
+
+KERNEL_BUGS = (
+    # ---- tensor cores
+    ("a shrink is forgotten", TILE, "state.out[n][2 * half + 1] *= shrink;", ""),
+    ("the sum is not shrunk", TILE, "state.l[half] * shrink + reduce", "state.l[half] + reduce"),
+    ("a row's maximum over two lanes, not four", TILE, "reduce_lanes<Max, 4>(largest)", "reduce_lanes<Max, 2>(largest)"),
+    ("softmax in the wrong base", TILE, "      s = exp2f(s - reference);", "      s = __expf(s - reference);"),
+    ("swizzle of writes and reads differ", DECODE, "copy_async16(chunk_at(ring + TILE_SIZE, row, chunk)", "copy_async16(chunk_at(ring + TILE_SIZE, row, (chunk + row / 8) % CHUNKS)"),
+    ("the newest token is not seen", DECODE, "position >= oldest && position <= newest ?", "position >= oldest && position < newest ?"),
+    ("every warp takes the same tiles", DECODE, "for (int tile = item.first + warp; tile < item.end; tile += WARPS)", "for (int tile = item.first; tile < item.end; tile += WARPS)"),
+    ("a ring's stage is reused early", DECODE, "int stage = 0, next = STAGES - 1;", "int stage = 0, next = 0;"),
+    ("two heads of a group change places", DECODE, "return row < group ? of_row + row * HEAD_DIM : nullptr;", "return row < group ? of_row + (group - 1 - row) * HEAD_DIM : nullptr;"),
+    ("prefill's tile is one row short", PREFILL, "find_query_tile(query_start, num_decode, num_seqs, rows, ROWS / group)", "find_query_tile(query_start, num_decode, num_seqs, rows, ROWS / group - 1)"),
+    ("prefill sees a token too many", PREFILL, "positions[tile.first_row + r / group] : -1;", "positions[tile.first_row + r / group] + 1 : -1;"),
+    ("prefill's window is a token short", PREFILL, "newest[half] - window + 1 : 0;", "newest[half] - window + 2 : 0;"),
+    # ---- any type
+    ("plain prefill's window is a token short", PLAIN, "newest >= window ? newest - window + 1 : 0;", "newest >= window ? newest - window + 2 : 0;"),
+    ("plain prefill keeps a stale maximum", PLAIN, "const float new_m = fmaxf(m, tile_max);", "const float new_m = tile_max;"),
+    ("a partition begins a token late", V2, "const int first = oldest + part * part_size,", "const int first = oldest + part * part_size + (part > 0),"),
+    ("parts are weighed by the wrong maximum", MERGE, "if (sum > 0.0f) l += sum * exp2f(partial_max[first + i * step] - m);", "if (sum > 0.0f) l += sum * exp2f(partial_max[first] - m);"),
+    ("merge in the wrong base", MERGE, "acc += partial_out[part * head_dim + d] * exp2f(partial_max[part] - m);", "acc += partial_out[part * head_dim + d] * __expf(partial_max[part] - m);"),
+    ("an address in 32 bits", DEVICE, "return ((block * num_kv_heads + head)", "return ((static_cast<int>(block) * num_kv_heads + head)"),
+    ("a padded lane is written to slot 0", ROPE, "head >= num_heads && slot >= 0", "head >= num_heads && slot >= -1"),
+    ("the bias is added to what is there twice", SKINNY, "if (add) total += to_float(result);", "if (add) total += to_float(result) + (num_biases > 0 ? bias[first + j] : 0.0f);"),
+    ("a share of the row is not searched again", LOGPROBS, "if (threadIdx.x == share) mine = below;", "if (threadIdx.x == share) mine = 0;"),
+    ("the search of a share misses its end", LOGPROBS, "other += THREADS * THREADS) {", "other += 2 * THREADS * THREADS) {"),
+    ("the kept tokens are one too few", SAMPLE, "find_floor(of_row, vocab_size, Counted{}, top_k[row], 0, highest)", "find_floor(of_row, vocab_size, Counted{}, top_k[row] - 1, 0, highest)"),
+    # ---- the host
+    ("a cut inside the overhead", PLAN, "np.clip(inside, 0, pair_tiles[pairs[at]])", "np.clip(inside, 1, pair_tiles[pairs[at]] - 1)"),
+    ("the overhead is not counted", PLAN, "cost = begin + OVERHEAD * np.arange(len(begin))", "cost = begin + 0 * np.arange(len(begin))"),
+    ("the plan forgets the window", BATCH, "self._num_shares, limits.window)", "self._num_shares)"),
+    ("partitions of the window, not of the context", ATTENTION, "longest = min(batch.max_context, window or batch.max_context)", "longest = min(batch.max_context, (window or batch.max_context) - 1)"),
+    ("16-bit keys with float32 activations on tensor cores", ATTENTION, " and qkv.dtype == key_cache.dtype", ""),
+    ("swapped blocks go to the pool", KERNELS, "        self._copy(source, target, pairs)\n", "        self._copy(source, source, pairs)\n"),
+)  # fmt: skip
