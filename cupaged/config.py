@@ -182,6 +182,7 @@ class EngineConfig:
                             memory, or auto (swap where recomputing would take more than one step)
     swap_space              bytes of host memory for swapping (default 1 GiB where preemption is not recompute)
     threads                 CPU threads; default the cores this process may use
+    enforce_eager           emu: launch the kernels of a decode step one by one, where otherwise a captured graph is replayed
     """
 
     device: str = "auto"
@@ -199,6 +200,7 @@ class EngineConfig:
     preemption: str = "recompute"
     swap_space: int | None = None
     threads: int | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         for name, (built, later) in _CHOICES.items():
@@ -206,8 +208,9 @@ class EngineConfig:
         for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[self.device], strict=True):
             if getattr(self, name) not in known:
                 raise ConfigError(f"device {self.device} has no {name} {getattr(self, name)}; it has {', '.join(known)}")
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache must be true or false, not {self.prefix_cache!r}")
+        for name in ("prefix_cache", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         _check_range("block_size", self.block_size, 1, 256)
         for name, most in (("num_blocks", LARGEST_INT), ("kv_cache_memory", None), ("max_model_len", LARGEST_INT), ("threads", _MOST_THREADS)):
             if getattr(self, name) is not None:

@@ -42,7 +42,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
 
     num_swap_blocks = swap_blocks(config, checkpoint.config)
     announce = None if progress is None else lambda line: progress(line, 0, 0)
-    backend = open_backend(config.device, config.threads, announce, dtype=config.dtype, kv_dtype=config.kv_cache_dtype)
+    backend = open_backend(config.device, config.threads, announce, dtype=config.dtype, kv_dtype=config.kv_cache_dtype, graphs=not config.enforce_eager)
     try:
         llama = _load(checkpoint, backend, config.max_model_len, progress)
         runner = Runner(

@@ -21,7 +21,6 @@ KERNEL_BUGS = (
     ("prefill's window is a token short", PREFILL, "newest[half] - window + 1 : 0;", "newest[half] - window + 2 : 0;"),
     # ---- any type
     ("plain prefill's window is a token short", PLAIN, "newest >= window ? newest - window + 1 : 0;", "newest >= window ? newest - window + 2 : 0;"),
-    ("plain prefill keeps a stale maximum", PLAIN, "const float new_m = fmaxf(m, tile_max);", "const float new_m = tile_max;"),
     ("a partition begins a token late", V2, "const int first = oldest + part * part_size,", "const int first = oldest + part * part_size + (part > 0),"),
     ("parts are weighed by the wrong maximum", MERGE, "if (sum > 0.0f) l += sum * exp2f(partial_max[first + i * step] - m);", "if (sum > 0.0f) l += sum * exp2f(partial_max[first] - m);"),
     ("merge in the wrong base", MERGE, "acc += partial_out[part * head_dim + d] * exp2f(partial_max[part] - m);", "acc += partial_out[part * head_dim + d] * __expf(partial_max[part] - m);"),
@@ -34,6 +33,10 @@ KERNEL_BUGS = (
     # ---- the host
     ("a cut inside the overhead", PLAN, "np.clip(inside, 0, pair_tiles[pairs[at]])", "np.clip(inside, 1, pair_tiles[pairs[at]] - 1)"),
     ("the overhead is not counted", PLAN, "cost = begin + OVERHEAD * np.arange(len(begin))", "cost = begin + 0 * np.arange(len(begin))"),
+    ("padded lanes are written", BATCH, "slots=longer(attention.slots, -1),", "slots=longer(attention.slots, 0),"),
+    ("padded lanes have a context", BATCH, "context_lens=longer(attention.context_lens, 0),", "context_lens=longer(attention.context_lens, 1),"),
+    ("one graph for all numbers of lanes", "cupaged/backends/kernel_graphs.py", "elif lanes in self._graphs:\n            self._graphs[lanes].replay()", "elif self._graphs:\n            next(iter(self._graphs.values())).replay()"),
+    ("a graph's table is as wide as its first step's", BATCH, "tables = np.full((lanes, limits.table_width), -1, np.int32)", "tables = np.full((lanes, width), -1, np.int32)"),
     ("the plan forgets the window", BATCH, "self._num_shares, limits.window)", "self._num_shares)"),
     ("partitions of the window, not of the context", ATTENTION, "longest = min(batch.max_context, window or batch.max_context)", "longest = min(batch.max_context, (window or batch.max_context) - 1)"),
     ("16-bit keys with float32 activations on tensor cores", ATTENTION, " and qkv.dtype == key_cache.dtype", ""),

@@ -30,7 +30,7 @@ TESTS = tuple(
         *("radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
     )
 )
-KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "sampling_agreement", "kernel_engine"))
+KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "kernel_graphs", "sampling_agreement", "kernel_engine"))
 
 
 @dataclass(frozen=True)

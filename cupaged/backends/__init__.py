@@ -13,14 +13,16 @@ if TYPE_CHECKING:
 
 
 def open_backend(
-    device: str, threads: int | None = None, announce: Callable[[str], None] | None = None, dtype: str = "auto", kv_dtype: str = "auto"
-) -> Backend:
+    device: str, threads: int | None = None, announce: Callable[[str], None] | None = None, dtype: str = "auto", kv_dtype: str = "auto",
+    *, graphs: bool = True,
+) -> Backend:  # fmt: skip
     """The backend of an EngineConfig's `device`: auto and cpu are the fast CPU, reference the plain definition, emu
     the CUDA kernels on the SIMT emulator.
 
     `threads` is for the CPU backend; None: the cores this process may use. `announce` is told, in a line for the user,
-    of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are an EngineConfig's. Raises
-    ConfigError for another device, BackendError where emu finds no C++ compiler.
+    of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are an EngineConfig's;
+    `graphs`: emu captures decode steps and replays them. Raises ConfigError for another device, BackendError where emu
+    finds no C++ compiler.
     """
     if device in ("auto", "cpu"):
         return _open_cpu(threads, announce, dtype, kv_dtype)
@@ -32,7 +34,7 @@ def open_backend(
         from cupaged.backends.emu_device import EmuDevice
         from cupaged.backends.kernels import KernelBackend
 
-        return KernelBackend(EmuDevice(), *kernel_dtypes(dtype, kv_dtype))
+        return KernelBackend(EmuDevice(), *kernel_dtypes(dtype, kv_dtype), graphs=graphs)
     raise ConfigError(f"device {device!r} is not built in this version; use auto, cpu, reference or emu")
 
 

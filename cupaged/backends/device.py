@@ -6,6 +6,7 @@ A device owns memory and runs Launches and matrix products in the order in which
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -13,6 +14,29 @@ import numpy.typing as npt
 from cupaged.backends.launch import Launch
 
 Array = Any
+
+
+class Mailbox(Protocol):
+    """Flat device arrays at fixed addresses, whose content comes from the host step by step.
+
+    A graph that was captured while it read them reads what was posted last.
+    """
+
+    @property
+    def arrays(self) -> Mapping[str, Array]: ...
+
+    def post(self, content: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Put each flat host array, of the same type, at the beginning of the device array of its name; in one transfer.
+        The host arrays may change afterwards."""
+        ...
+
+
+class Graph(Protocol):
+    """Work that was captured once, as a CUDA graph is: launches and products with the arrays and numbers of that time."""
+
+    def replay(self) -> None:
+        """Ask for all of it again, in order."""
+        ...
 
 
 class Device(Protocol):
@@ -30,6 +54,10 @@ class Device(Protocol):
 
     def empty_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """An uninitialised array in host memory that kernels can read and write all the same."""
+        ...
+
+    def mailbox(self, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> Mailbox:
+        """A mailbox of arrays by (number of elements, type)."""
         ...
 
     def upload(self, array: npt.NDArray[Any]) -> Array:
@@ -54,4 +82,9 @@ class Device(Protocol):
 
     def gemm(self, x: Array, weight: Array, out: Array, *, add: bool = False) -> None:
         """out = x @ weight.T, or out += it, with float32 accumulation; x [rows, in], weight [out, in], out [rows, out], any of float types."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """What `work` launches and multiplies, without running it. Raises BackendError where it allocates or copies: a
+        graph keeps addresses, and nothing else would keep them valid."""
         ...

@@ -17,9 +17,9 @@ import numpy as np
 from cupaged.backends import kernel_specs as specs
 from cupaged.backends.base import Array, BatchLimits
 from cupaged.backends.device import Device
-from cupaged.backends.kernel_batch import DeviceRows
+from cupaged.backends.kernel_batch import DeviceBatch
 from cupaged.backends.launch import KernelSpec, ceil_div
-from cupaged.backends.split_plan import TILE, SplitPlan
+from cupaged.backends.split_plan import TILE, SplitPlan, largest_plan
 
 TILED_HEAD_DIMS = specs.HEAD_DIMS
 """The head_dims for which decode and prefill have tiled kernels."""
@@ -27,16 +27,15 @@ TILED_HEAD_DIMS = specs.HEAD_DIMS
 LARGEST_GROUP = 16
 """Query heads that share a key/value head in the tiled kernels."""
 
-PART_SIZE = 512
-"""Positions of the context in one partition of paged attention v2."""
+PART_SIZE, MOST_PARTS = 512, 32
+"""Positions of the context in one partition of paged attention v2, unless that would make more than so many."""
 
 
 class KernelAttention:
-    """`attention` of backends.base.Backend over a device, and the memory for partial results."""
+    """`attention` of backends.base.Backend over a device."""
 
     def __init__(self, device: Device, kv_dtype: np.dtype[Any]) -> None:
         self._device, self._kv_dtype = device, kv_dtype
-        self._scratch: dict[str, Array] = {}
 
     def num_shares(self, limits: BatchLimits) -> int | None:
         """The grid of paged_decode, for the plan of a step; None where its decode rows are another kernel's."""
@@ -45,54 +44,58 @@ class KernelAttention:
         return self._device.multiprocessors * _decode_shape(self._device.capability, limits.head_dim)[1]
 
     def __call__(
-        self, qkv: Array, key_cache: Array, value_cache: Array, rows: DeviceRows, num_heads: int, scale: float, window: int, out: Array
+        self, qkv: Array, key_cache: Array, value_cache: Array, batch: DeviceBatch, num_heads: int, scale: float, window: int, out: Array
     ) -> None:
         _, num_kv_heads, _, head_dim = key_cache.shape
-        batch = rows.attention
+        plan, rows = batch.rows.plan, batch.rows.attention
         same = {"key_cache": key_cache, "value_cache": value_cache, "num_heads": num_heads, "scale": scale, "window": window}
         every = {
-            "qkv": qkv, "out": out, "positions": batch.positions, "block_tables": batch.block_tables,
-            "query_start": batch.query_start, "context_lens": batch.context_lens,
+            "qkv": qkv, "out": out, "positions": rows.positions, "block_tables": rows.block_tables,
+            "query_start": rows.query_start, "context_lens": rows.context_lens,
         }  # fmt: skip
         if head_dim not in TILED_HEAD_DIMS or num_heads > LARGEST_GROUP * num_kv_heads:
             self._run(specs.PAGED_ATTENTION_V1, **same, **every)
             return
         tensor_cores = _on_tensor_cores(key_cache.dtype, head_dim) and qkv.dtype == key_cache.dtype
-        n = batch.num_decode
+        n = rows.num_decode
         if n:
-            of_rows = {"qkv": qkv[:n], "block_tables": batch.block_tables[:n], "positions": batch.positions[:n]} | same
-            if tensor_cores and rows.plan is not None:
-                self._decode(of_rows, rows.plan, out[:n])
+            of_rows = {"qkv": qkv[:n], "block_tables": rows.block_tables[:n], "positions": rows.positions[:n]} | same
+            if tensor_cores and plan is not None:
+                self._decode(of_rows, batch, plan, out[:n])
             else:
-                longest = min(batch.max_context, window or batch.max_context)
-                self._decode_in_partitions(of_rows, batch.context_lens[:n], max(1, ceil_div(longest, PART_SIZE)), out[:n])
+                self._decode_in_partitions(of_rows, batch, rows.context_lens[:n], min(rows.max_context, window or rows.max_context), out[:n])
         if len(qkv) > n:
             self._run(specs.PAGED_PREFILL if tensor_cores else specs.PLAIN_PREFILL, num_decode=n, **same, **every)
 
-    def _decode(self, rows: dict[str, Any], plan: SplitPlan, out: Array) -> None:
+    def _decode(self, rows: dict[str, Any], batch: DeviceBatch, plan: SplitPlan, out: Array) -> None:
         """Decode rows on tensor cores: the plan's shares, then the parts of every row together."""
         (_, num_kv_heads, _, head_dim), num_heads = rows["key_cache"].shape, rows["num_heads"]
-        stages, _ = _decode_shape(self._device.capability, head_dim)
-        partial = self._partial((len(plan.items), num_heads // num_kv_heads), head_dim)
+        stages, blocks = _decode_shape(self._device.capability, head_dim)
+        group = num_heads // num_kv_heads
+        most = largest_plan(batch.limits.sequences, num_kv_heads, self._device.multiprocessors * blocks)
+        partial = self._partial(batch, (len(plan.items), group), most * group, head_dim)
         self._run(specs.PAGED_DECODE, items=plan.items, item_start=plan.item_start, paged=1, stages=stages, **rows, **partial)
         self._run(
             specs.MERGE_ITEMS, part_start=plan.part_start, out=out, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **partial
         )
 
-    def _decode_in_partitions(self, rows: dict[str, Any], context_lens: Array, num_parts: int, out: Array) -> None:
+    def _decode_in_partitions(self, rows: dict[str, Any], batch: DeviceBatch, context_lens: Array, longest: int, out: Array) -> None:
         """Paged attention v2: every partition of the context, then all of them together."""
-        head_dim = rows["key_cache"].shape[3]
-        partial = self._partial((len(out), rows["num_heads"], num_parts), head_dim)
-        self._run(specs.ATTENTION_PARTITION, context_lens=context_lens, part_size=PART_SIZE, paged=1, **rows, **partial)
-        self._run(specs.MERGE_PARTITIONS, out=out, num_heads=rows["num_heads"], head_dim=head_dim, **partial)
+        head_dim, num_heads, limits = rows["key_cache"].shape[3], rows["num_heads"], batch.limits
+        part_size = max(PART_SIZE, ceil_div(limits.table_width * limits.block_size, MOST_PARTS))
+        num_parts, most_parts = (max(1, ceil_div(context, part_size)) for context in (longest, limits.table_width * limits.block_size))
+        partial = self._partial(batch, (len(out), num_heads, num_parts), limits.sequences * num_heads * most_parts, head_dim)
+        self._run(specs.ATTENTION_PARTITION, context_lens=context_lens, part_size=part_size, paged=1, **rows, **partial)
+        self._run(specs.MERGE_PARTITIONS, out=out, num_heads=num_heads, head_dim=head_dim, **partial)
 
-    def _partial(self, shape: tuple[int, ...], head_dim: int) -> dict[str, Array]:
-        """Float32 memory for partial results, which is used again from call to call, and grows."""
+    def _partial(self, batch: DeviceBatch, shape: tuple[int, ...], most: int, head_dim: int) -> dict[str, Array]:
+        """Float32 memory for partial results, at first use as much as the largest step of the batch wants: graphs keep its
+        address."""
         shapes = {"partial_out": (*shape, head_dim), "partial_max": shape, "partial_sum": shape}
         for name, wanted in shapes.items():
-            if name not in self._scratch or len(self._scratch[name]) < math.prod(wanted):
-                self._scratch[name] = self._device.empty((math.prod(wanted),), np.float32)
-        return {name: self._scratch[name][: math.prod(wanted)].reshape(wanted) for name, wanted in shapes.items()}
+            if name not in batch.scratch:
+                batch.scratch[name] = self._device.empty((most * (head_dim if len(wanted) > len(shape) else 1),), np.float32)
+        return {name: batch.scratch[name][: math.prod(wanted)].reshape(wanted) for name, wanted in shapes.items()}
 
     def _run(self, spec: KernelSpec, **arguments: Any) -> None:
         self._device.launch(spec.bind(**arguments))

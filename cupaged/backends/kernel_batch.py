@@ -1,4 +1,12 @@
-"""DeviceBatch: the rows of a step where the kernels read them, and the plan of its decode rows' attention."""
+"""DeviceBatch: the rows of a step where the kernels read them, at fixed addresses, and the plan of its decode rows' attention.
+
+A step of decode rows only is what a graph is captured for and replayed with. A graph has one number of rows, so there is
+one for each of a few numbers, and a step is filled up with padded lanes to the next of them:
+
+    rows       A    B    C    -          4 lanes for 3 rows
+    slots      7    40   22   -1         a padded lane writes nothing,
+    contexts   18   6    3    0          and attends to nothing
+"""
 
 from __future__ import annotations
 
@@ -10,8 +18,10 @@ import numpy.typing as npt
 from cupaged.backends.base import Array, AttentionBatch, BatchLimits
 from cupaged.backends.checks import check_batch
 from cupaged.backends.device import Device
-from cupaged.backends.split_plan import SplitPlan, plan_decode
+from cupaged.backends.split_plan import SplitPlan, largest_plan, plan_decode
 from cupaged.errors import InvariantError
+
+I32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,12 +33,27 @@ class DeviceRows:
     plan: SplitPlan | None
 
 
-class DeviceBatch:
-    """A batch of backends.base.Backend. `num_shares`: blocks of the grid that decode rows are planned for; None: no plan."""
+def lanes_for(rows: int, most: int) -> int:
+    """How many rows a graph for so many has: 1, 2, 4, then multiples of 8, and `most`."""
+    return min(most, next((n for n in (1, 2, 4) if n >= rows), -(-rows // 8) * 8))
 
-    def __init__(self, device: Device, limits: BatchLimits, num_shares: int | None) -> None:
-        self._device, self._limits, self._num_shares = device, limits, num_shares
+
+class DeviceBatch:
+    """A batch of backends.base.Backend.
+
+    num_shares   blocks of the grid that decode rows are planned for; None: no plan
+    graphs       whether steps of decode rows only are filled up to the lanes of a graph
+    """
+
+    def __init__(self, device: Device, limits: BatchLimits, num_shares: int | None, graphs: bool) -> None:
+        self.limits, self._num_shares = limits, num_shares
+        self.scratch: dict[str, Array] = {}
+        """Memory that kernels of the step share, by name."""
+        self._most_lanes = min(limits.rows, limits.sequences) if graphs else 0
         self._rows: DeviceRows | None = None
+        self.lanes: int | None = None
+        """Rows of the graph for the step that was set last; None: there is none for it."""
+        self._mailbox = device.mailbox(_sizes(limits, num_shares))
 
     @property
     def rows(self) -> DeviceRows:
@@ -37,27 +62,63 @@ class DeviceBatch:
             raise InvariantError("a batch is used before it was set")
         return self._rows
 
-    def set(self, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
+    def set(self, token_ids: I32, attention: AttentionBatch) -> None:
         """See Backend.set_batch."""
-        check_batch(self._limits, token_ids, attention)
-        upload = self._device.upload
+        check_batch(self.limits, token_ids, attention)
+        of_graph = len(token_ids) == attention.num_decode == len(attention.context_lens) <= self._most_lanes
+        self.lanes = lanes_for(len(token_ids), self._most_lanes) if of_graph else None
+        if self.lanes is not None:
+            token_ids, attention = _fill_up(token_ids, attention, self.lanes, self.limits)
+        plan = None
+        if self._num_shares is not None and attention.num_decode:
+            plan = plan_decode(attention.context_lens[: attention.num_decode], self.limits.num_kv_heads, self._num_shares, self.limits.window)
+        self._post(token_ids, attention, plan)
+
+    def _post(self, token_ids: I32, attention: AttentionBatch, plan: SplitPlan | None) -> None:
+        names = ("positions", "slots", "block_tables", "query_start", "context_lens")
+        content = {"token_ids": token_ids} | {name: getattr(attention, name) for name in names}
+        if plan is not None:
+            content |= {"items": plan.items, "item_start": plan.item_start, "part_start": plan.part_start}
+        self._mailbox.post({name: values.reshape(-1) for name, values in content.items()})
+        there = {name: self._mailbox.arrays[name][: values.size].reshape(values.shape) for name, values in content.items()}
         self._rows = DeviceRows(
-            upload(token_ids),
-            AttentionBatch(
-                positions=upload(attention.positions),
-                slots=upload(attention.slots),
-                block_tables=upload(attention.block_tables),
-                query_start=upload(attention.query_start),
-                context_lens=upload(attention.context_lens),
-                num_decode=attention.num_decode,
-                max_context=attention.max_context,
-            ),
-            self._plan(attention),
+            there["token_ids"],
+            AttentionBatch(**{name: there[name] for name in names}, num_decode=attention.num_decode, max_context=attention.max_context),
+            None if plan is None else SplitPlan(there["items"], there["item_start"], there["part_start"]),
         )
 
-    def _plan(self, attention: AttentionBatch) -> SplitPlan | None:
-        if self._num_shares is None or not attention.num_decode:
-            return None
-        limits, upload = self._limits, self._device.upload
-        plan = plan_decode(attention.context_lens[: attention.num_decode], limits.num_kv_heads, self._num_shares, limits.window)
-        return SplitPlan(upload(plan.items), upload(plan.item_start), upload(plan.part_start))
+
+def _sizes(limits: BatchLimits, num_shares: int | None) -> dict[str, tuple[int, npt.DTypeLike]]:
+    sizes: dict[str, tuple[int, npt.DTypeLike]] = {
+        "token_ids": (limits.rows, np.int32),
+        "positions": (limits.rows, np.int32),
+        "slots": (limits.rows, np.int64),
+        "block_tables": (limits.sequences * limits.table_width, np.int32),
+        "query_start": (limits.sequences + 1, np.int32),
+        "context_lens": (limits.sequences, np.int32),
+    }
+    if num_shares is not None:
+        items = largest_plan(limits.sequences, limits.num_kv_heads, num_shares)
+        sizes |= {"items": (4 * items, np.int32), "item_start": (num_shares + 1, np.int32)}
+        sizes["part_start"] = (limits.sequences * limits.num_kv_heads + 1, np.int32)
+    return sizes
+
+
+def _fill_up(token_ids: I32, attention: AttentionBatch, lanes: int, limits: BatchLimits) -> tuple[I32, AttentionBatch]:
+    """The step with padded lanes behind it, and nothing in its shapes that depends on its contexts."""
+    rows, width = len(token_ids), attention.block_tables.shape[1]
+
+    def longer(values: npt.NDArray[np.signedinteger], padding: int) -> npt.NDArray[np.signedinteger]:
+        return np.concatenate([values, np.full(lanes - rows, padding, values.dtype)])
+
+    tables = np.full((lanes, limits.table_width), -1, np.int32)
+    tables[:rows, :width] = attention.block_tables[:rows]
+    return longer(token_ids, 0), AttentionBatch(
+        positions=longer(attention.positions, 0),
+        slots=longer(attention.slots, -1),
+        block_tables=tables,
+        query_start=np.arange(lanes + 1, dtype=np.int32),
+        context_lens=longer(attention.context_lens, 0),
+        num_decode=lanes,
+        max_context=limits.table_width * limits.block_size,
+    )

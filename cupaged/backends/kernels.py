@@ -21,6 +21,7 @@ from cupaged.backends.checks import check_block_pairs, check_within
 from cupaged.backends.device import Device
 from cupaged.backends.kernel_attention import KernelAttention
 from cupaged.backends.kernel_batch import DeviceBatch
+from cupaged.backends.kernel_graphs import ForwardGraphs
 from cupaged.backends.kernel_sampling import KernelSampler
 from cupaged.backends.launch import KernelSpec
 from cupaged.tensor_source import TensorSource
@@ -45,9 +46,12 @@ class KernelBackend:
 
     dtype      of weights and activations: float32, float16 or bfloat16
     kv_dtype   of keys and values: these, or float8_e4m3fn (without scales); default: as the weights
+    graphs     whether steps of decode rows only are captured and replayed
     """
 
-    def __init__(self, device: Device, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, device: Device, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None, *, graphs: bool = True
+    ) -> None:
         self.name = device.name
         self._device = device
         self.activations = self._dtype = np.dtype(dtype)
@@ -55,6 +59,8 @@ class KernelBackend:
         self._no_bias = device.empty((0,), np.float32)
         self._attention = KernelAttention(device, self._kv_dtype)
         self._sampler = KernelSampler(device)
+        self._graphs = graphs
+        self._batch: DeviceBatch | None = None  # that was set last
 
     def _run(self, spec: KernelSpec, **arguments: Any) -> None:
         self._device.launch(spec.bind(**arguments))
@@ -73,13 +79,14 @@ class KernelBackend:
     # ---- steps
 
     def new_batch(self, limits: BatchLimits) -> DeviceBatch:
-        return DeviceBatch(self._device, limits, self._attention.num_shares(limits))
+        return DeviceBatch(self._device, limits, self._attention.num_shares(limits), self._graphs)
 
     def set_batch(self, batch: DeviceBatch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
         batch.set(token_ids, attention)
+        self._batch = batch
 
     def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
-        return build
+        return ForwardGraphs(self._device, build, lambda: self._batch.lanes if self._batch else None)
 
     # ---- weights
 
@@ -160,7 +167,7 @@ class KernelBackend:
     def attention(
         self, qkv: Array, key_cache: Array, value_cache: Array, batch: DeviceBatch, num_heads: int, scale: float, window: int, out: Array
     ) -> None:
-        self._attention(qkv, key_cache, value_cache, batch.rows, num_heads, scale, window, out)
+        self._attention(qkv, key_cache, value_cache, batch, num_heads, scale, window, out)
 
     def gather_rows(self, x: Array, rows: Array, out: Array) -> None:
         chosen = self._device.peek(rows)

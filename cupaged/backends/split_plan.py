@@ -44,10 +44,15 @@ class SplitPlan:
         return work
 
 
+def largest_plan(num_seqs: int, num_kv_heads: int, num_shares: int) -> int:
+    """The number of rows of a plan's `items`: every pair once, and once more for every cut."""
+    return num_seqs * num_kv_heads + num_shares
+
+
 def plan_decode(context_lens: I32, num_kv_heads: int, num_shares: int, window: int = 0) -> SplitPlan:
     """Cut the contexts of decode rows (int32 [num_seqs]; 0: a padded lane) for a grid of num_shares blocks.
 
-    The number of rows of `items` depends on the sizes only, not on the lengths: num_seqs * num_kv_heads + num_shares.
+    The number of rows of `items` depends on the sizes only, not on the lengths: see `largest_plan`.
     """
     first = np.maximum(context_lens - window, 0) // TILE if window else np.zeros_like(context_lens)
     tiles = np.where(context_lens > 0, -(-context_lens // TILE) - first, 0).astype(np.int64)
@@ -66,7 +71,7 @@ def plan_decode(context_lens: I32, num_kv_heads: int, num_shares: int, window: i
     owner = np.searchsorted(begin, starts, side="right") - 1
     sequence, kv_head = np.divmod(pairs[owner], num_kv_heads)
     offset = first[sequence] - begin[owner]
-    items = np.zeros((len(context_lens) * num_kv_heads + num_shares, 4), np.int32)
+    items = np.zeros((largest_plan(len(context_lens), num_kv_heads, num_shares), 4), np.int32)
     items[: len(starts)] = np.stack([sequence, kv_head, starts + offset, ends + offset], axis=1)
     share = np.searchsorted(cuts, starts, side="right")
     return SplitPlan(

@@ -73,6 +73,7 @@ ENGINE_OPTIONS = (
     _option("--preemption", help="When the pool is full: recompute (default), swap to host memory, or auto."),
     _option("--swap-space", type=memory_size, metavar="SIZE", help="Host memory for swapping (default 1GiB)."),
     _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
+    _option("--enforce-eager/--no-enforce-eager", help="emu: launch a decode step's kernels one by one, not as one graph."),
 )
 
 SAMPLING_OPTIONS = (
