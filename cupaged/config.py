@@ -139,23 +139,24 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * head
 
 
-# Every value an option will ever take, and which of them this version computes; the rest are refused by name.
-_CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "device": (("auto", "cpu", "reference", "emu"), ("cuda",)),
-    "dtype": (("auto", "float32", "float16", "bfloat16", "int8"), ()),
-    "kv_cache_dtype": (("auto", "float32", "float16", "bfloat16", "int8", "fp8"), ()),
-    "queue": (("fcfs", "lpm", "dfs"), ()),
-    "eviction": (("lru", "fifo", "lfu", "weighted"), ()),
-    "preemption": (("recompute", "swap", "auto"), ()),
+# Every value of an option.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
+    "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
+    "queue": ("fcfs", "lpm", "dfs"),
+    "eviction": ("lru", "fifo", "lfu", "weighted"),
+    "preemption": ("recompute", "swap", "auto"),
 }
 
 # What a device computes with, where that is not everything: (dtype, kv_cache_dtype).
 _CPU_TYPES = (("auto", "float32", "float16", "bfloat16", "int8"), ("auto", "float32", "float16", "bfloat16", "int8"))
+_KERNEL_TYPES = (("auto", "float32", "float16", "bfloat16"), ("auto", "float32", "float16", "bfloat16", "fp8"))
 _DEVICE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "auto": _CPU_TYPES,
+    "auto": ((*_CPU_TYPES[0],), (*_CPU_TYPES[1], "fp8")),
     "cpu": _CPU_TYPES,
     "reference": (("auto", "float32"), ("auto", "float32")),
-    "emu": (("auto", "float32", "float16", "bfloat16"), ("auto", "float32", "float16", "bfloat16", "fp8")),
+    "emu": _KERNEL_TYPES,
+    "cuda": _KERNEL_TYPES,
 }
 
 
@@ -163,11 +164,14 @@ _DEVICE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class EngineConfig:
     """How the engine runs. None: decided from the model and the machine.
 
-    device                  auto, cpu, reference (the plain NumPy definition of every operation: slow, exact), or emu (the
-                            CUDA kernels on the CPU, through an emulator: very slow, for small models)
-    dtype                   storage of the weights. auto: as in the checkpoint (emu: float32); int8: quantised while loading
-                            (a scale per 32 weights), but blocks that are quantised already stay. On emu activations, too
-    kv_cache_dtype          storage of keys and values; auto: as the activations, float32 on a CPU. fp8 (e4m3) on emu only
+    device                  cuda or cuda:1 (an NVIDIA GPU), cpu, reference (the plain NumPy definition of every operation:
+                            slow, exact), emu (the CUDA kernels on the CPU, through an emulator: very slow, for small models), or
+                            auto: a GPU if one is there and a kernel ran on it, else the CPU
+    dtype                   storage of the weights. auto: as in the checkpoint (emu: float32; cuda: bfloat16 for quantised blocks);
+                            int8: quantised while loading (a scale per 32 weights), but blocks that are quantised already stay.
+                            On emu and cuda the activations', too
+    kv_cache_dtype          storage of keys and values; auto: as the activations, float32 on a CPU. int8 on a CPU only, fp8
+                            (e4m3) on emu and cuda only
     block_size              tokens per KV block, 1..256
     num_blocks              KV blocks in the pool; else from kv_cache_memory; else from the machine's free memory
     kv_cache_memory         bytes for the pool
@@ -182,7 +186,8 @@ class EngineConfig:
                             memory, or auto (swap where recomputing would take more than one step)
     swap_space              bytes of host memory for swapping (default 1 GiB where preemption is not recompute)
     threads                 CPU threads; default the cores this process may use
-    enforce_eager           emu: launch the kernels of a decode step one by one, where otherwise a captured graph is replayed
+    gpu_memory_utilization  share of the GPU's memory that the engine may take, weights and pool together (default 0.9)
+    enforce_eager           emu and cuda: launch the kernels of a decode step one by one, where otherwise a captured graph is replayed
     """
 
     device: str = "auto"
@@ -200,17 +205,23 @@ class EngineConfig:
     preemption: str = "recompute"
     swap_space: int | None = None
     threads: int | None = None
+    gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
-        for name, (built, later) in _CHOICES.items():
-            _check_choice(name, getattr(self, name), built, later)
-        for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[self.device], strict=True):
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, not {shown(getattr(self, name))}")
+        kind = _device_kind(self.device)
+        for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[kind], strict=True):
             if getattr(self, name) not in known:
                 raise ConfigError(f"device {self.device} has no {name} {getattr(self, name)}; it has {', '.join(known)}")
         for name in ("prefix_cache", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {shown(share)}")
         _check_range("block_size", self.block_size, 1, 256)
         for name, most in (("num_blocks", LARGEST_INT), ("kv_cache_memory", None), ("max_model_len", LARGEST_INT), ("threads", _MOST_THREADS)):
             if getattr(self, name) is not None:
@@ -226,9 +237,19 @@ class EngineConfig:
             )
 
     @property
+    def device_kind(self) -> str:
+        """The device, whichever GPU it is."""
+        return _device_kind(self.device)
+
+    @property
+    def device_index(self) -> int:
+        """The GPU's number, from 0."""
+        return int(self.device.partition(":")[2] or 0)
+
+    @property
     def stored_kv(self) -> str:
         """The type of keys and values in the pool, with `auto` resolved: it is the activations'."""
-        of_kernels = self.dtype if self.device == "emu" and self.dtype != "auto" else "float32"
+        of_kernels = self.dtype if self.device_kind in ("emu", "cuda") and self.dtype != "auto" else "float32"
         return of_kernels if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     @classmethod
@@ -241,13 +262,12 @@ class EngineConfig:
         return cls(**options)
 
 
-def _check_choice(name: str, value: object, built: tuple[str, ...], later: tuple[str, ...]) -> None:
-    if value in built:
-        return
-    base = value.split(":")[0] if isinstance(value, str) else value
-    if base in later:
-        raise ConfigError(f"{name} {shown(value)} is not built in this version; use {' or '.join(built)}")
-    raise ConfigError(f"{name} must be one of {', '.join(built)}, not {shown(value)}")
+def _device_kind(device: object) -> str:
+    """The device without its number. Raises ConfigError for one that there is not."""
+    kind, _, number = device.partition(":") if isinstance(device, str) else ("", "", "")
+    if kind not in _DEVICE_TYPES or (number and not (kind == "cuda" and number.isdecimal() and len(number) < 4)) or device != f"{kind}:{number}".rstrip(":"):
+        raise ConfigError(f"device must be one of {', '.join(_DEVICE_TYPES)} or cuda:1 for the second GPU, not {shown(device)}")
+    return kind
 
 
 def _check_range(name: str, value: object, low: int, high: int | None) -> None:

@@ -51,16 +51,21 @@ def swap_blocks(config: EngineConfig, model: ModelConfig) -> int:
     return space // block_bytes
 
 
-def size_pool(config: EngineConfig, model: ModelConfig, available: int) -> EngineConfig:
+def wanted_length(config: EngineConfig, model: ModelConfig) -> int:
+    """max_model_len, or the model's, in tokens. Raises ConfigError for more than its positions can tell apart."""
+    if config.max_model_len is not None and config.max_model_len > model.longest:
+        raise ConfigError(f"max_model_len ({config.max_model_len}) is above the model's {model.longest} positions")
+    return config.max_model_len or model.max_position
+
+
+def size_pool(config: EngineConfig, model: ModelConfig, available: int, *, own: bool = False) -> EngineConfig:
     """The config with `num_blocks` and `max_model_len` decided.
 
     num_blocks, else kv_cache_memory, else the smaller of FREE_SHARE of `available` bytes and what max_num_seqs
-    sequences of max_model_len take. Where max_model_len was left open, it is the model's, or what the pool holds if that
+    sequences of max_model_len take; with `own` memory, that of a GPU, all of `available`. Where max_model_len was left open, it is the model's, or what the pool holds if that
     is less. Raises ConfigError for a pool that cannot hold one sequence.
     """
-    if config.max_model_len is not None and config.max_model_len > model.longest:
-        raise ConfigError(f"max_model_len ({config.max_model_len}) is above the model's {model.longest} positions")
-    wanted_len = config.max_model_len or model.max_position
+    wanted_len = wanted_length(config, model)
     block_bytes = model.kv_bytes_per_token(config.stored_kv) * config.block_size
     blocks_per_sequence = -(-wanted_len // config.block_size)
     if config.num_blocks is not None:
@@ -73,7 +78,10 @@ def size_pool(config: EngineConfig, model: ModelConfig, available: int) -> Engin
                 f" tokens takes {block_bytes} bytes"
             )
     else:
-        num_blocks = min(int(available * FREE_SHARE) // block_bytes, config.max_num_seqs * blocks_per_sequence, LARGEST_INT)
+        if own:
+            num_blocks = min(available // block_bytes, LARGEST_INT)
+        else:
+            num_blocks = min(int(available * FREE_SHARE) // block_bytes, config.max_num_seqs * blocks_per_sequence, LARGEST_INT)
         if num_blocks < 1:
             raise ConfigError(
                 f"{available} bytes of memory are free, too few for a KV pool (one block takes {block_bytes}):"

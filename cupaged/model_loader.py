@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 from cupaged.artefact import Progress
-from cupaged.backends import open_backend
+from cupaged.backends import find_device, open_backend
 from cupaged.backends.base import Backend
 from cupaged.cache.eviction import POLICIES as EVICTIONS
 from cupaged.cache.manager import CacheManager
@@ -15,9 +16,10 @@ from cupaged.config import EngineConfig
 from cupaged.engine import Engine
 from cupaged.errors import BackendError, CheckpointError, ParameterError
 from cupaged.hub import RECOMMENDED, resolve_model
-from cupaged.memory import available_memory, size_pool, swap_blocks
+from cupaged.memory import available_memory, size_pool, swap_blocks, wanted_length
 from cupaged.model.kv_store import KVStore
 from cupaged.model.llama import Llama
+from cupaged.model.profile import memory_for_pool
 from cupaged.model.rope import rope_tables
 from cupaged.model.runner import Runner
 from cupaged.model.weights import load_weights
@@ -36,15 +38,16 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     checkpoint = open_checkpoint(resolve_model(model, progress))
     default_params = _params(checkpoint, RECOMMENDED.get(model, GenerationDefaults()))
     tokenizer = load_tokenizer(checkpoint) if _has_tokenizer(checkpoint) else None
-    config = size_pool(config, checkpoint.config, available_memory())
-    assert config.num_blocks is not None
-    assert config.max_model_len is not None
-
-    num_swap_blocks = swap_blocks(config, checkpoint.config)
     announce = None if progress is None else lambda line: progress(line, 0, 0)
+    config = _settle(config, checkpoint, announce)
+    if config.device_kind != "cuda":
+        config = size_pool(config, checkpoint.config, available_memory())
+    num_swap_blocks = swap_blocks(config, checkpoint.config)
     backend = open_backend(config.device, config.threads, announce, dtype=config.dtype, kv_dtype=config.kv_cache_dtype, graphs=not config.enforce_eager)
     try:
-        llama = _load(checkpoint, backend, config.max_model_len, progress)
+        llama = _load(checkpoint, backend, wanted_length(config, checkpoint.config), progress)
+        config = _sized(config, llama, backend)
+        assert config.num_blocks is not None
         runner = Runner(
             backend,
             llama,
@@ -72,6 +75,27 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
         window=checkpoint.config.window_of_all,
     )
     return Engine(scheduler, runner, config, checkpoint.config, tokenizer, default_params, model)
+
+
+def _settle(config: EngineConfig, checkpoint: Checkpoint, announce: Callable[[str], None] | None) -> EngineConfig:
+    """The config with its device decided, and the type that a GPU computes with: auto is the checkpoint's, bfloat16 for
+    quantised blocks. An option that only a CPU or only a GPU has decides, too."""
+    device = config.device
+    if device == "auto":
+        device = "cpu" if "int8" in (config.dtype, config.kv_cache_dtype) else find_device("auto", announce)
+    dtype = config.dtype
+    if device.startswith("cuda") and dtype == "auto":
+        storages = {source.storage for source in checkpoint.tensors.values() if len(source.shape) == 2}
+        dtype = {"F16": "float16", "F32": "float32"}.get(storages.pop() if len(storages) == 1 else "", "bfloat16")
+    return replace(config, device=device, dtype=dtype)
+
+
+def _sized(config: EngineConfig, llama: Llama, backend: Backend) -> EngineConfig:
+    """The config with a pool that the GPU's memory holds; elsewhere it has been decided already."""
+    if backend.memory() is None:
+        return config
+    decided = config.num_blocks is not None or config.kv_cache_memory is not None
+    return size_pool(config, llama.config, 0 if decided else memory_for_pool(backend, llama, config), own=True)
 
 
 def _has_tokenizer(checkpoint: Checkpoint) -> bool:

@@ -4,14 +4,13 @@
 //   logits float32 [rows, vocab_size]   token_ids int32 [rows]
 //   logprobs float32, ranks int32 [rows]: of the given token; its rank is 1 + the number of strictly larger logits
 // beam_candidates   of the k likeliest: what a beam may go on with (k is twice the number of beams)
-//   found int32 [rows]: how many there are
 // both
 //   top_ids int32, top_logprobs float32 [rows, k]: the likeliest first, equal logits by id; -1 and -infinity past the vocabulary
 //
 // One block a row; sums are float64. Nothing is sorted: a thread knows the best token of its own share of the row
 // (tokens t, t + 256, ...), and the best of all shares is the next of the row; then only its share is searched again,
-// by all threads, for what ranks below. A damaged row gets rank, or found, -1 (NaN or infinity) or -2 (all banned) and
-// nothing else.
+// by all threads, for what ranks below. A damaged row gets rank, or first id, -1 (NaN or infinity) or -2 (all banned)
+// and nothing else.
 #include "device.cuh"
 
 constexpr int THREADS = 256;
@@ -68,12 +67,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) token_logprobs(
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) beam_candidates(
-    const float* __restrict__ logits, int* __restrict__ found, int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int k) {
+    const float* __restrict__ logits, int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int k) {
   const int64_t row = blockIdx.x;
   const float* const of_row = logits + row * vocab_size;
   const int best = best_token(of_row, vocab_size);
-  if (threadIdx.x == 0) found[row] = best < 0 ? best : min(k, vocab_size);
-  if (best < 0) return;
+  if (best < 0) {
+    if (threadIdx.x == 0 && k > 0) top_ids[row * k] = best;
+    return;
+  }
   const double log_total = of_row[best] + log_sum_of(of_row, vocab_size, of_row[best]);
   write_top(of_row, vocab_size, k, log_total, top_ids + row * k, top_logprobs + row * k);
 }

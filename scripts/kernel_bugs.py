@@ -31,14 +31,13 @@ KERNEL_BUGS = (
     ("the search of a share misses its end", LOGPROBS, "other += THREADS * THREADS) {", "other += 2 * THREADS * THREADS) {"),
     ("the kept tokens are one too few", SAMPLE, "find_floor(of_row, vocab_size, Counted{}, top_k[row], 0, highest)", "find_floor(of_row, vocab_size, Counted{}, top_k[row] - 1, 0, highest)"),
     # ---- the host
-    ("a cut inside the overhead", PLAN, "np.clip(inside, 0, pair_tiles[pairs[at]])", "np.clip(inside, 1, pair_tiles[pairs[at]] - 1)"),
     ("the overhead is not counted", PLAN, "cost = begin + OVERHEAD * np.arange(len(begin))", "cost = begin + 0 * np.arange(len(begin))"),
     ("padded lanes are written", BATCH, "slots=longer(attention.slots, -1),", "slots=longer(attention.slots, 0),"),
     ("padded lanes have a context", BATCH, "context_lens=longer(attention.context_lens, 0),", "context_lens=longer(attention.context_lens, 1),"),
     ("one graph for all numbers of lanes", "cupaged/backends/kernel_graphs.py", "elif lanes in self._graphs:\n            self._graphs[lanes].replay()", "elif self._graphs:\n            next(iter(self._graphs.values())).replay()"),
     ("a graph's table is as wide as its first step's", BATCH, "tables = np.full((lanes, limits.table_width), -1, np.int32)", "tables = np.full((lanes, width), -1, np.int32)"),
-    ("the plan forgets the window", BATCH, "self._num_shares, limits.window)", "self._num_shares)"),
-    ("partitions of the window, not of the context", ATTENTION, "longest = min(batch.max_context, window or batch.max_context)", "longest = min(batch.max_context, (window or batch.max_context) - 1)"),
+    ("the plan forgets the window", BATCH, "self._num_shares, self.limits.window)", "self._num_shares)"),
+    ("partitions of the window, not of the context", ATTENTION, "min(rows.max_context, window or rows.max_context)", "min(rows.max_context, (window or rows.max_context) - 1)"),
     ("16-bit keys with float32 activations on tensor cores", ATTENTION, " and qkv.dtype == key_cache.dtype", ""),
     ("swapped blocks go to the pool", KERNELS, "        self._copy(source, target, pairs)\n", "        self._copy(source, source, pairs)\n"),
 )  # fmt: skip

@@ -122,7 +122,7 @@ def test_wrong_usage_is_2(args: list[str], message: str, cli: Cli) -> None:
         (["--beam-width", "0"], "error: beam_width must be at least 1 and at most 256, not 0"),
         (["--length-penalty", "2"], "error: length_penalty needs beam_width"),
         (["--eviction", "random"], "error: eviction must be one of lru, fifo, lfu, weighted, not 'random'"),
-        (["--device", "abacus"], "error: device must be one of auto, cpu, reference, emu, not 'abacus'"),
+        (["--device", "abacus"], "error: device must be one of auto, cpu, reference, emu, cuda or cuda:1 for the second GPU, not 'abacus'"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_2_before_anything_loads(args: list[str], line: str, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,6 +328,15 @@ def test_nothing_is_chosen_from_damaged_logits_and_nothing_is_counted(value: flo
         sampler.beam_candidates(logits, 1)
 
 
+def test_the_likeliest_of_a_large_vocabulary_may_lie_in_one_threads_share() -> None:
+    """A share is every 256th token; 256 threads search it in more than one round."""
+    logits = np.zeros((1, 150_000), np.float32)
+    likely = 7 + 256 * np.array([585, 3, 300, 256, 257, 0, 584], np.int32)
+    logits[0, likely] = np.arange(9, 2, -1)
+    found, _ = KernelSampler(EmuDevice()).beam_candidates(emu.array(logits), 7)
+    assert found[0].tolist() == likely.tolist()
+
+
 def test_penalties_without_history_and_negative_row_ids_are_refused() -> None:
     sampler = KernelSampler(EmuDevice())
     with pytest.raises(InvariantError, match="row 0 has penalties, but nobody set its history"):
@@ -441,6 +450,22 @@ def test_tensor_core_decode_on_devices_of_any_size(multiprocessors: int, capabil
     paged = paged_of("bfloat16", [200, 3, 90, 31], [1] * 4, 32, 2, 4, 128)
     backend = KernelBackend(Capable(multiprocessors, capability), ml_dtypes.bfloat16)
     close(attention(backend, paged, "bfloat16"), paged.attention(0.3, 0), "bfloat16")
+
+
+def test_a_plan_under_a_window_has_the_windows_tiles_only() -> None:
+    paged = paged_of("float16", [100, 95], [1, 1], 16, 1, 3, 64)
+    plan = paged.load(checked("float16"), 20).rows.plan
+    spans = {(int(s), int(first), int(end)) for s, _, first, end in plan.items if end}
+    assert {(s, tile) for s, first, end in spans for tile in range(first, end)} == {(0, 5), (0, 6), (1, 4), (1, 5)}
+
+
+def test_wide_activations_over_narrow_keys_and_values() -> None:
+    """The tensor cores want one type: then the other kernels compute."""
+    backend = KernelBackend(EmuDevice("check"), np.float32, np.float16)
+    paged = paged_of("float16", [33, 40, 70], [1, 1, 30], 16, 2, 3, 64)
+    out = emu.empty((paged.rows, paged.heads * 64), np.float32)
+    backend.attention(emu.array(paged.qkv), *poisoned_pool(paged, "float16"), paged.load(backend), paged.heads, 0.3, 0, out)
+    close(out, paged.attention(0.3, 0), "float32")
 
 
 @half_types

@@ -141,6 +141,10 @@ class Backend(Protocol):
         """A host array with the content of a device array; waits for the operations that write it."""
         ...
 
+    def memory(self) -> tuple[int, int] | None:
+        """(free, total) bytes of the device's own memory; None where it computes in the host's."""
+        ...
+
     # ---- steps
 
     def new_batch(self, limits: BatchLimits) -> Batch:

@@ -17,6 +17,23 @@ def check_within(what: str, indices: npt.NDArray[Any], low: int, high: int) -> N
         raise InvariantError(f"{what} out of bounds: {indices.min()} .. {indices.max()} is not within {low} .. {high - 1}")
 
 
+_NOTHING_TO_CHOOSE = {
+    -1: "the logits hold NaN or infinity; the weights or the KV cache are damaged",
+    -2: "no token is left to choose from, every one is banned",
+}
+
+
+def check_chosen(answers: npt.NDArray[np.int32]) -> None:
+    """Raises InvariantError for a row without an answer.
+
+    Where a device computes behind the host's back, `sample` returns -1 or -2 for such a row, `token_logprobs` a rank and
+    `beam_candidates` a first id of these: whoever downloads them looks.
+    """
+    if answers.size and answers.min() < 0:
+        row = int(np.flatnonzero(answers < 0)[0])
+        raise InvariantError(f"row {row}: {_NOTHING_TO_CHOOSE[int(answers[row])]}")
+
+
 def check_block_pairs(pairs: npt.NDArray[np.int32], num_sources: int, num_targets: int, within_one_pool: bool) -> None:
     """Raises InvariantError for a block that is not there, and for copies whose order would matter."""
     sources, targets = pairs[:, 0], pairs[:, 1]

@@ -79,6 +79,9 @@ class CpuBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
 
+    def memory(self) -> None:
+        return None
+
     # ---- steps
 
     def new_batch(self, limits: BatchLimits) -> CpuBatch:

@@ -48,6 +48,10 @@ class Device(Protocol):
     multiprocessors: int
     """How many blocks of a kernel that takes a whole multiprocessor run at once."""
 
+    def memory(self) -> tuple[int, int] | None:
+        """Bytes of its own memory: free, and all; None where it is the host's."""
+        ...
+
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """An uninitialised array in the device's memory."""
         ...

@@ -62,6 +62,9 @@ class EmuDevice:
 
     # ---- memory
 
+    def memory(self) -> None:
+        return None
+
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         self._not_in_a_graph("allocates")
         if self._mode == "fast" and math.prod(shape) * np.dtype(dtype).itemsize > LAZY_BYTES:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends import kernel_specs as specs
 from cupaged.backends.base import Array, SamplingBatch
+from cupaged.backends.checks import check_chosen
 from cupaged.backends.device import Device
 from cupaged.backends.sampling import check_batch, check_token_ids
 from cupaged.errors import InvariantError
 
 I32 = npt.NDArray[np.int32]
-
-_NOTHING_TO_CHOOSE = {
-    -1: "the logits hold NaN or infinity; the weights or the KV cache are damaged",
-    -2: "no token is left to choose from, every one is banned",
-}
-"""What the kernels write instead of a token."""
-
 
 class KernelSampler:
     """`sample`, `token_logprobs` and `beam_candidates` of backends.base.Backend over a device."""
@@ -45,7 +37,7 @@ class KernelSampler:
         choose = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "indices")
         tokens = device.empty((num_rows,), np.int32)
         device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=tokens, **{name: device.upload(getattr(batch, name)) for name in choose}))
-        _check_chosen(device.peek(tokens))
+        self._check(tokens)
         if batch.penalised.any():
             device.launch(specs.COUNT_TOKENS.bind(tokens=tokens, row_ids=row_ids, penalised=penalised, output_counts=self._counts.outputs))
         return tokens
@@ -62,22 +54,23 @@ class KernelSampler:
                 logits=logits, token_ids=token_ids, logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs
             )
         )
-        _check_chosen(device.peek(ranks))
+        self._check(ranks)
         return logprobs, ranks, top_ids, top_logprobs
 
     def beam_candidates(self, logits: Array, k: int) -> tuple[Array, Array]:
         device, num_rows = self._device, len(logits)
-        found = device.empty((num_rows,), np.int32)
         ids, logprobs = device.empty((num_rows, k), np.int32), device.empty((num_rows, k), np.float32)
-        device.launch(specs.BEAM_CANDIDATES.bind(logits=logits, found=found, top_ids=ids, top_logprobs=logprobs))
-        _check_chosen(device.peek(found))
+        device.launch(specs.BEAM_CANDIDATES.bind(logits=logits, top_ids=ids, top_logprobs=logprobs))
+        seen = device.peek(ids)
+        if seen is not None:
+            check_chosen(seen[:, :1].ravel())
         return ids, logprobs
 
-
-def _check_chosen(answers: npt.NDArray[Any] | None) -> None:
-    if answers is not None and answers.size and answers.min() < 0:
-        row = int(np.flatnonzero(answers < 0)[0])
-        raise InvariantError(f"row {row}: {_NOTHING_TO_CHOOSE[int(answers[row])]}")
+    def _check(self, answers: Array) -> None:
+        """Where the host sees them for nothing; else the caller does when it has downloaded them."""
+        seen = self._device.peek(answers)
+        if seen is not None:
+            check_chosen(seen)
 
 
 class DeviceCounts:

@@ -304,7 +304,6 @@ TOKEN_LOGPROBS = KernelSpec(
 BEAM_CANDIDATES = KernelSpec(
     "beam_candidates", "log_softmax of the k likeliest tokens: what a beam may go on with",
     read("logits", "float32", "rows, vocab_size"),
-    write("found", "int32", "rows"),
     write("top_ids", "int32", "rows, k"),
     write("top_logprobs", "float32", "rows, k"),
     scalar("vocab_size"),

@@ -76,6 +76,9 @@ class KernelBackend:
     def download(self, array: Array) -> npt.NDArray[Any]:
         return self._device.download(array)
 
+    def memory(self) -> tuple[int, int] | None:
+        return self._device.memory()
+
     # ---- steps
 
     def new_batch(self, limits: BatchLimits) -> DeviceBatch:

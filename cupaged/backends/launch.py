@@ -42,7 +42,8 @@ C_TYPES = {
 """NumPy's names of the types that kernels know, and the names in CUDA C."""
 
 _FLOATS = ("float32", "float16", "bfloat16")
-MACRO_TYPES = {"ACT_T": _FLOATS, "OUT_T": _FLOATS, "WEIGHT_T": _FLOATS, "KV_T": (*_FLOATS, "float8_e4m3fn")}
+_EIGHT_BITS = "float8_e4m3fn"  # or uint8, where a library of arrays has no such type
+MACRO_TYPES = {"ACT_T": _FLOATS, "OUT_T": _FLOATS, "WEIGHT_T": _FLOATS, "KV_T": (*_FLOATS, _EIGHT_BITS)}
 """What the arrays of a type macro may hold: activations, results, stored weights, keys and values in the cache."""
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
@@ -208,7 +209,8 @@ class KernelSpec:
             if not hasattr(array, "dtype") or len(array.shape) != len(shape):
                 raise self._wrong(p, array, symbols)
             allowed = self.types.get(p.dtype, (p.dtype,))
-            if array.dtype.name not in allowed or types.setdefault(p.dtype, array.dtype.name) != array.dtype.name:
+            held = _EIGHT_BITS if array.dtype.name == "uint8" and _EIGHT_BITS in allowed else array.dtype.name
+            if held not in allowed or types.setdefault(p.dtype, held) != held:
                 raise self._wrong(p, array, symbols)
             for expression, size in zip(shape, array.shape, strict=True):
                 if expression.isidentifier():

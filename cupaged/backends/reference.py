@@ -64,6 +64,9 @@ class ReferenceBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
 
+    def memory(self) -> None:
+        return None
+
     # ---- steps
 
     def new_batch(self, limits: BatchLimits) -> ReferenceBatch:

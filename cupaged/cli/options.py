@@ -58,9 +58,9 @@ def _option(*names: str, **settings: Any) -> Callable[[F], F]:
 
 ENGINE_OPTIONS = (
     _option("--model", "-m", default=DEFAULT_MODEL, show_default=True, help="Folder, .gguf file, hub id or built-in name."),
-    _option("--device", help="auto, cpu, reference (slow and exact), or emu (the CUDA kernels, emulated)."),
+    _option("--device", help="auto, cuda, cuda:1, cpu, reference (slow and exact), or emu (the CUDA kernels, emulated)."),
     _option("--dtype", help="Storage of the weights: auto (the checkpoint's), float32, float16, bfloat16, int8."),
-    _option("--kv-cache-dtype", help="Storage of keys and values: auto (float32), float32, float16, bfloat16, int8; fp8 on emu."),
+    _option("--kv-cache-dtype", help="Storage of keys and values: auto (float32), float32, float16, bfloat16, int8 (CPU), fp8 (GPU, emu)."),
     _option("--block-size", type=int, help="Tokens per KV block, 1 to 256 (default 16)."),
     _option("--num-blocks", type=int, help="KV blocks in the pool (default: by its size)."),
     _option("--kv-cache-memory", type=memory_size, metavar="SIZE", help="The pool's size: 512MB, 2GiB (default: at most a quarter of the free memory)."),
@@ -73,7 +73,8 @@ ENGINE_OPTIONS = (
     _option("--preemption", help="When the pool is full: recompute (default), swap to host memory, or auto."),
     _option("--swap-space", type=memory_size, metavar="SIZE", help="Host memory for swapping (default 1GiB)."),
     _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
-    _option("--enforce-eager/--no-enforce-eager", help="emu: launch a decode step's kernels one by one, not as one graph."),
+    _option("--gpu-memory-utilization", type=float, help="Share of the GPU's memory for weights and pool (default 0.9)."),
+    _option("--enforce-eager/--no-enforce-eager", help="GPU, emu: launch a decode step's kernels one by one, not as one graph."),
 )
 
 SAMPLING_OPTIONS = (

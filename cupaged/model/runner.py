@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cupaged.backends.base import Array, Backend, BatchLimits
+from cupaged.backends.checks import check_chosen
 from cupaged.model import batch as batches
 from cupaged.model import sampler
 from cupaged.model.kv_store import KVStore
@@ -79,7 +80,9 @@ class Runner:
         sampler.send_histories(specs, backend)
         token_ids = backend.sample(logits, sampler.pack(specs))
         logprobs = None if untouched is None else self._logprobs(untouched, token_ids, wanted)
-        return backend.download(token_ids), logprobs
+        tokens = backend.download(token_ids)
+        check_chosen(tokens)
+        return tokens, logprobs
 
     def _candidates(self, plan: StepPlan, query_start: IntArray, hidden: Array) -> dict[int, tuple[IntArray, FloatArray]]:
         """The likeliest next tokens of the beams."""
@@ -89,6 +92,7 @@ class Runner:
         logits = self._head(hidden, np.array([row for row, _ in beams], np.int32))
         most = min(max(item.num_candidates for _, item in beams), logits.shape[1])
         ids, logprobs = (self._backend.download(array) for array in self._backend.beam_candidates(logits, most))
+        check_chosen(ids[:, 0])
         return {
             item.seq_id: (ids[i, : item.num_candidates], logprobs[i, : item.num_candidates])
             for i, (_, item) in enumerate(beams)
@@ -113,10 +117,12 @@ class Runner:
     def _logprobs(self, logits: Array, token_ids: Array, k: int) -> TokenLogprobs:
         backend = self._backend
         logprobs, ranks, top_ids, top_logprobs = backend.token_logprobs(logits, token_ids, k)
+        downloaded_ranks = backend.download(ranks)
+        check_chosen(downloaded_ranks)
         return TokenLogprobs(
             token_ids=backend.download(token_ids),
             logprobs=backend.download(logprobs),
-            ranks=backend.download(ranks),
+            ranks=downloaded_ranks,
             top_ids=backend.download(top_ids),
             top_logprobs=backend.download(top_logprobs),
         )

@@ -1,0 +1,277 @@
+"""CupyDevice: the kernels on an NVIDIA GPU, by CuPy. The only module that imports cupy.
+
+Everything is asked for on one stream of its own, in order. Kernels are compiled by NVRTC when they are first launched; CuPy
+keeps them on disk by their text, which has its headers inlined, so a changed header is another kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+import kernels_cu
+from cupaged.backends.cublas import Cublas, load_library
+from cupaged.backends.device import Graph, Mailbox
+from cupaged.backends.launch import Launch, Variant
+from cupaged.errors import BackendError
+
+try:
+    import cupy
+    import cupyx
+
+    _missing = None
+except ImportError as error:  # not installed, or a CUDA installation that cannot be loaded
+    cupy = cupyx = None
+    _missing = " ".join(str(error).split())
+
+Array = Any
+
+OLDEST = (8, 0)
+"""The first architecture with cp.async and bfloat16 tensor cores (Ampere)."""
+
+STAGE_BYTES = 8 << 20
+"""A pinned buffer that host memory is copied through: twice so much is pinned."""
+
+PLAIN_SHARED_BYTES = 48 << 10
+"""Dynamic shared memory that a kernel may have without asking."""
+
+ALIGNMENT = 256
+
+_KNOBS = "take a smaller model, or lower num_blocks, gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
+
+
+class CupyDevice:
+    """Implements device.Device on GPU number `index`.
+
+    Raises BackendError, in one line with the remedy: no CuPy, no driver, no such GPU, one that is too old, no NVRTC or
+    cuBLAS, no memory.
+    """
+
+    name = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        if cupy is None:
+            raise BackendError(f"no CuPy ({_missing}): pip install 'cupaged[cuda12]' or 'cupaged[cuda13]'")
+        self._device = cupy.cuda.Device(_check_index(index))
+        self.capability = _capability(self._device)
+        self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
+        self._kernels: dict[tuple[Variant, int], Any] = {}
+        self._capturing = False
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._stage = _Stage(self._stream)
+            workspace = (32 if self.capability >= (9, 0) else 4) << 20
+            self._workspace = self.empty((workspace,), np.uint8)
+            library = load_library(cupy.cuda.runtime.runtimeGetVersion() // 1000)
+            self._cublas = Cublas(library, self._stream.ptr, self._workspace.data.ptr, workspace)
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """With this GPU and stream as CuPy's own, and CuPy's errors as ours."""
+        try:
+            with self._device, self._stream:
+                yield
+        except cupy.cuda.memory.OutOfMemoryError as error:
+            raise BackendError(f"the GPU's memory is full ({error}): {_KNOBS}") from error
+        except cupy.cuda.compiler.CompileException as error:
+            raise BackendError(f"a kernel does not compile for sm_{self.capability[0]}{self.capability[1]}:\n{error}") from error
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise BackendError(f"CUDA: {error}") from error
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise BackendError(f"CUDA's driver: {error}") from error
+
+    # ---- memory
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the GPU: free, counting what CuPy holds and does not use, and all."""
+        with self._on():
+            free, total = self._device.mem_info
+            pool = cupy.get_default_memory_pool()
+            return int(free) + pool.free_bytes(), int(total)
+
+    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        self._not_in_a_graph("allocates")
+        with self._on():
+            return cupy.empty(shape, _stored(dtype))
+
+    def empty_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Pinned memory as a device array: a GPU reads it over the bus."""
+        self._not_in_a_graph("allocates")
+        with self._on():
+            host = cupyx.empty_pinned(shape, _stored(dtype))
+            memory = cupy.cuda.UnownedMemory(host.ctypes.data, max(host.nbytes, 1), host, self._device.id)
+            return cupy.ndarray(shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def mailbox(self, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> Mailbox:
+        self._not_in_a_graph("allocates")
+        with self._on():
+            return CupyMailbox(self._stream, sizes)
+
+    def upload(self, array: npt.NDArray[Any]) -> Array:
+        target = self.empty(array.shape, array.dtype)
+        self.fill(target, array)
+        return target
+
+    def fill(self, target: Array, content: npt.NDArray[Any]) -> None:
+        self._not_in_a_graph("uploads")
+        with self._on():
+            self._stage.copy(target.data.ptr, np.ascontiguousarray(content))
+
+    def download(self, array: Array) -> npt.NDArray[Any]:
+        self._not_in_a_graph("downloads")
+        with self._on():
+            host: npt.NDArray[Any] = array.get(stream=self._stream)
+            return host
+
+    def peek(self, array: Array) -> None:
+        return None
+
+    # ---- work
+
+    def launch(self, launch: Launch) -> None:
+        if launch.is_empty:
+            return
+        with self._on():
+            kernel = self._kernel(launch.variant, launch.shared_bytes)
+            kernel(launch.grid, launch.block, launch.arguments, shared_mem=launch.shared_bytes)
+
+    def gemm(self, x: Array, weight: Array, out: Array, *, add: bool = False) -> None:
+        if len(x):
+            with self._on():
+                self._cublas.gemm(x, weight, out, add=add)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        self._not_in_a_graph("captures")
+        with self._on():
+            self._stream.begin_capture()
+            self._capturing = True
+            try:
+                work()
+            except BaseException:
+                with suppress(cupy.cuda.runtime.CUDARuntimeError):  # a stream that goes on capturing would refuse all else
+                    self._stream.end_capture()
+                raise
+            finally:
+                self._capturing = False
+            return CupyGraph(self, self._stream.end_capture())
+
+    def replay(self, graph: Any) -> None:
+        """Launch a CuPy graph."""
+        with self._on():
+            graph.launch(self._stream)
+
+    def _not_in_a_graph(self, what: str) -> None:
+        if self._capturing:
+            raise BackendError(f"a captured region {what}: a graph would keep an address that is not its own")
+
+    def _kernel(self, variant: Variant, shared_bytes: int) -> Any:
+        """The compiled kernel, allowed so much dynamic shared memory."""
+        if (variant, shared_bytes) not in self._kernels:
+            options = ("-std=c++17", *variant.options)
+            kernel = cupy.RawModule(code=kernels_cu.source(variant.source), options=options, backend="nvrtc").get_function(variant.kernel)
+            if shared_bytes > PLAIN_SHARED_BYTES:
+                kernel.max_dynamic_shared_size_bytes = shared_bytes
+            self._kernels[variant, shared_bytes] = kernel
+        return self._kernels[variant, shared_bytes]
+
+
+class CupyGraph:
+    """Implements device.Graph."""
+
+    def __init__(self, device: CupyDevice, graph: Any) -> None:
+        self._device, self._graph = device, graph
+
+    def replay(self) -> None:
+        self._device.replay(self._graph)
+
+
+class CupyMailbox:
+    """Implements device.Mailbox: one stretch of the GPU's memory, filled by one copy from pinned memory.
+
+    There are two pinned copies, so a step can be posted while the one before is still on its way.
+    """
+
+    def __init__(self, stream: Any, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
+        self._stream = stream
+        self._places: dict[str, tuple[int, int, np.dtype[Any]]] = {}
+        end = 0
+        for name, (size, dtype) in sizes.items():
+            stored = np.dtype(dtype)
+            self._places[name] = (end, size, stored)
+            end += -(-size * stored.itemsize // ALIGNMENT) * ALIGNMENT
+        self._memory = cupy.empty((max(end, 1),), np.uint8)
+        self._pinned = [cupyx.empty_pinned((max(end, 1),), np.uint8) for _ in range(2)]
+        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = 0
+        self.arrays = {
+            name: self._memory[at : at + size * stored.itemsize].view(stored) for name, (at, size, stored) in self._places.items()
+        }
+
+    def post(self, content: Mapping[str, npt.NDArray[Any]]) -> None:
+        turn, self._turn = self._turn, 1 - self._turn
+        pinned, sent, end = self._pinned[turn], self._sent[turn], 0
+        sent.synchronize()  # of two posts ago
+        for name, values in content.items():
+            at, size, stored = self._places[name]
+            if len(values) > size:
+                raise BackendError(f"{len(values)} numbers of {name} do not fit {size}")
+            pinned[at : at + values.nbytes].view(stored)[:] = values
+            end = max(end, at + values.nbytes)
+        cupy.cuda.runtime.memcpyAsync(
+            self._memory.data.ptr, pinned.ctypes.data, end, cupy.cuda.runtime.memcpyHostToDevice, self._stream.ptr
+        )
+        sent.record(self._stream)
+
+
+class _Stage:
+    """Host memory to the GPU through two pinned buffers: one is filled while the other travels."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._pinned = [cupyx.empty_pinned((STAGE_BYTES,), np.uint8) for _ in range(2)]
+        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = 0
+
+    def copy(self, target: int, content: npt.NDArray[Any]) -> None:
+        """`content`, contiguous, to the address `target`; it may change afterwards."""
+        source = content.reshape(-1).view(np.uint8)
+        for start in range(0, source.nbytes, STAGE_BYTES):
+            piece = source[start : start + STAGE_BYTES]
+            turn, self._turn = self._turn, 1 - self._turn
+            self._sent[turn].synchronize()
+            self._pinned[turn][: piece.nbytes] = piece
+            cupy.cuda.runtime.memcpyAsync(
+                target + start, self._pinned[turn].ctypes.data, piece.nbytes, cupy.cuda.runtime.memcpyHostToDevice, self._stream.ptr
+            )
+            self._sent[turn].record(self._stream)
+
+
+def _stored(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """CuPy has no 8-bit floats: their bytes are stored, and KernelSpec knows what they are."""
+    wanted = np.dtype(dtype)
+    return np.dtype(np.uint8) if wanted == ml_dtypes.float8_e4m3fn else wanted
+
+
+def _check_index(index: int) -> int:
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        reason = re.sub(r"^\w+: ", "", str(error))
+        raise BackendError(f"no NVIDIA GPU can be used ({reason}): install a driver, or use device cpu") from error
+    if not 0 <= index < count:
+        raise BackendError(f"there is no GPU {index}: this machine has {count}, counted from 0" if count else "this machine has no NVIDIA GPU: use device cpu")
+    return index
+
+
+def _capability(device: Any) -> tuple[int, int]:
+    digits = str(device.compute_capability)
+    capability = int(digits[:-1]), int(digits[-1])
+    if capability < OLDEST:
+        raise BackendError(f"GPU {device.id} is too old (sm_{digits}): the kernels want sm_80 or newer; use device cpu")
+    return capability

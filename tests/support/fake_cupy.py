@@ -1,0 +1,227 @@
+"""The CuPy that CupyDevice calls, on this machine's CPU: its kernels run on the emulator, its cuBLAS multiplies in NumPy.
+
+Names and parameters are CuPy's; tests/test_cupy_device.py compares them with the real one's where that is installed. What
+a GPU does later is done at once here, but for a captured stream, which only notes its work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+
+from cupaged.backends import emu
+
+
+class CUDARuntimeError(RuntimeError): ...
+class CUDADriverError(RuntimeError): ...
+class OutOfMemoryError(MemoryError): ...
+class CompileException(Exception): ...
+
+
+class ndarray(np.ndarray):  # CuPy's name
+    """A device array. The host sees its content through `get` only: its own attributes are shape, dtype, flags and address."""
+
+    def __new__(cls, shape: Any, dtype: Any = float, memptr: Any = None) -> ndarray:
+        if memptr is None:
+            return emu.empty(shape, dtype).view(cls)
+        owner = memptr.mem.owner
+        return owner.view(cls).view(dtype).reshape(shape)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]  # as CuPy's
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
+        assert not any(s.capturing for s in Stream.all), "a copy to the host in a captured region"
+        return np.array(self.view(np.ndarray))
+
+
+class Stream:
+    all: ClassVar[list[Stream]] = []
+    stack: ClassVar[list[Stream]] = []
+
+    def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None) -> None:
+        self.capturing: list[Callable[[], None]] | None = None
+        Stream.all.append(self)
+        self.ptr = len(Stream.all)
+
+    def __enter__(self) -> Stream:
+        Stream.stack.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.stack.pop()
+
+    def begin_capture(self, mode: Any = None) -> None:
+        self.capturing = []
+
+    def end_capture(self) -> Graph:
+        assert self.capturing is not None
+        graph, self.capturing = Graph(self.capturing), None
+        return graph
+
+    def synchronize(self) -> None: ...
+
+    def do(self, work: Callable[[], None]) -> None:
+        work() if self.capturing is None else self.capturing.append(work)
+
+
+class Graph:
+    def __init__(self, work: list[Callable[[], None]]) -> None:
+        self.work = work
+
+    def launch(self, stream: Any = None) -> None:
+        for step in self.work:
+            step()
+
+
+class Event:
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Device:
+    count, capability, free, total = 1, "90", 70 << 30, 80 << 30
+
+    def __init__(self, device: Any = None) -> None:
+        self.id = device or 0
+        self.compute_capability, self.attributes = Device.capability, {"MultiProcessorCount": 2}
+        self.mem_info = Device.free, Device.total
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class RawModule:
+    def __init__(self, code: Any = None, *, path: Any = None, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
+        self.module = emu.Module(code, tuple(o for o in options if o.startswith("-D")), name="kernel.cu", mode="check")
+
+    def get_function(self, name: str) -> RawKernel:
+        return RawKernel(self.module.get_function(name))
+
+
+class RawKernel:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.max_dynamic_shared_size_bytes = kernel, 48 << 10
+
+    def __call__(self, grid: Any, block: Any, args: Any, **kwargs: Any) -> None:
+        shared = kwargs.pop("shared_mem", 0)
+        assert not kwargs
+        assert shared <= self.max_dynamic_shared_size_bytes
+        plain = tuple(a.view(np.ndarray) if isinstance(a, ndarray) else a for a in args)
+
+        def run() -> None:
+            self.kernel.max_dynamic_shared_size_bytes = shared
+            self.kernel(grid, block, plain, shared_mem=shared)
+
+        Stream.stack[-1].do(run)
+
+
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # CuPy's name
+    assert kind == runtime.memcpyHostToDevice
+    assert Stream.all[stream - 1].capturing is None
+    ctypes.memmove(dst, src, size)
+
+
+def getDeviceCount() -> int:  # CuPy's name
+    if Device.count < 0:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version")
+    return Device.count
+
+
+def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
+    if np.dtype(dtype) == ml_dtypes.float8_e4m3fn:
+        raise TypeError("Unsupported type")  # as CuPy
+    if np.prod(shape, dtype=np.int64) * np.dtype(dtype).itemsize > Device.total:
+        raise OutOfMemoryError("Out of memory allocating 1 bytes")
+    return ndarray(shape, dtype)
+
+
+def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
+    return emu.empty(shape, dtype)
+
+
+def get_default_memory_pool() -> Any:
+    return SimpleNamespace(free_bytes=lambda: 1 << 20)
+
+
+runtime = SimpleNamespace(
+    memcpyAsync=memcpyAsync, memcpyHostToDevice=1, getDeviceCount=getDeviceCount, runtimeGetVersion=lambda: 12090, CUDARuntimeError=CUDARuntimeError
+)
+cuda = SimpleNamespace(
+    Stream=Stream, Event=Event, Device=Device, Graph=Graph, runtime=runtime, driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+    memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), compiler=SimpleNamespace(CompileException=CompileException),
+    UnownedMemory=lambda ptr, size, owner, device_id=-1: SimpleNamespace(owner=owner), MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem),
+)  # fmt: skip
+
+
+class Function:
+    """A function of a ctypes library: callable, with `argtypes`, which every call must fit."""
+
+    def __init__(self, call: Callable[..., int]) -> None:
+        self.call, self.argtypes = call, ()
+
+    def __call__(self, *arguments: Any) -> int:
+        assert len(arguments) == len(self.argtypes)
+        return self.call(*arguments)
+
+
+class CublasLibrary:
+    """cublasGemmEx on addresses, counting along columns first as cuBLAS does."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.stream = 0
+        for name in ("cublasCreate_v2", "cublasDestroy_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGemmEx"):
+            setattr(self, name, Function(getattr(self, "_" + name)))
+
+    def _cublasCreate_v2(self, handle: Any) -> int:  # cuBLAS's names
+        handle._obj.value = 7
+        return self._called("create")
+
+    def _cublasDestroy_v2(self, handle: Any) -> int:
+        return self._called("destroy")
+
+    def _cublasSetStream_v2(self, handle: Any, stream: int) -> int:
+        self.stream = stream
+        return self._called("stream")
+
+    def _cublasSetWorkspace_v2(self, handle: Any, workspace: int, size: int) -> int:
+        assert workspace % 256 == 0
+        return self._called(f"workspace {size}")
+
+    def _called(self, what: str) -> int:
+        self.calls.append(what)
+        return 0
+
+    def _cublasGemmEx(
+        self, handle: Any, transa: int, transb: int, m: int, n: int, k: int, alpha: Any, a: int, atype: int, lda: int,
+        b: int, btype: int, ldb: int, beta: Any, c: int, ctype: int, ldc: int, compute: int, algorithm: int,
+    ) -> int:  # fmt: skip
+        assert (transa, transb, compute) == (1, 0, 68)
+        if atype != btype or ctype not in (atype, 0):
+            return 15
+        left, right, out = columns(a, atype, lda, m), columns(b, btype, ldb, n), columns(c, ctype, ldc, n)  # [k, m], [k, n], [m, n]
+        scale, keep = alpha._obj.value, beta._obj.value
+
+        def multiply() -> None:
+            product = scale * (left[:k].astype(np.float32).T @ right[:k].astype(np.float32))
+            out[:m] = (product + keep * out[:m].astype(np.float32) if keep else product).astype(out.dtype)
+
+        Stream.all[self.stream - 1].do(multiply)
+        return self._called("gemm")
+
+
+def columns(address: int, code: int, leading: int, count: int) -> np.ndarray:
+    """A matrix of `count` columns of `leading` numbers at an address."""
+    dtype = np.dtype({0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}[code])
+    memory = (ctypes.c_char * (leading * count * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(count, leading).T

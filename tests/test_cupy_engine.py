@@ -1,0 +1,131 @@
+"""`--device cuda` end to end on the small CuPy of our own: the engine's whole way over a GPU's calls, kernels emulated."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupaged import LLM, BeamSearchParams, EngineConfig, SamplingParams
+from cupaged.backends import cupy_device, find_device
+from cupaged.backends.cupy_device import CupyDevice
+from cupaged.errors import BackendError, ConfigError
+from tests.family_models import ROOT
+from tests.support import fake_cupy
+from tests.support.kernels import skip_without_compiler
+
+MODEL = str(ROOT / "llama_tied")
+ROOMY: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 32}
+PROMPTS = [np.random.default_rng(s).integers(3, 100, n).tolist() for s, n in enumerate((3, 9, 20))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, logprobs=2, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=7, ignore_eos=True, repetition_penalty=1.2),
+    SamplingParams(temperature=0.8, seed=6, max_tokens=7, ignore_eos=True, top_k=9, top_p=0.9, n=2),
+]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_compiler()
+    library = fake_cupy.CublasLibrary()
+    monkeypatch.setattr(cupy_device, "cupy", fake_cupy)
+    monkeypatch.setattr(cupy_device, "cupyx", fake_cupy)
+    monkeypatch.setattr(cupy_device, "load_library", lambda major: library)
+    for name in ("count", "free", "total"):
+        monkeypatch.setattr(fake_cupy.Device, name, getattr(fake_cupy.Device, name))
+
+
+def tokens(llm: LLM) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in llm.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"num_blocks": 16, "preemption": "swap"}, {"device": "cuda:0", "max_num_batched_tokens": 7}], ids=str)
+def test_the_same_tokens_as_the_reference(options: dict[str, Any]) -> None:
+    expected = tokens(LLM(MODEL, device="reference", **ROOMY))
+    assert tokens(LLM(MODEL, **{"device": "cuda", "dtype": "float32", **ROOMY, **options})) == expected
+
+
+def test_beams_and_a_16_bit_checkpoint() -> None:
+    """The checkpoint is bfloat16, and so is what auto computes with."""
+
+    llm = LLM(MODEL, device="cuda", **ROOMY)
+    assert llm.engine.config.dtype == "bfloat16"
+    beams = llm.beam_search([PROMPTS[1]], BeamSearchParams(beam_width=3, max_tokens=4))[0]
+    assert len(beams.sequences) == 3
+
+
+def test_damaged_logits_are_an_error_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(MODEL, device="cuda", dtype="float32", **ROOMY)
+    backend = llm.engine._runner._backend
+    honest = backend.linear
+
+    def damaged(x: Any, matrix: Any, out: Any) -> None:
+        honest(x, matrix, out)
+        if out.shape[1] == llm.engine.model_config.vocab_size:
+            backend._device.fill(out, np.full(out.shape, np.nan, np.float32))
+
+    monkeypatch.setattr(backend, "linear", damaged)
+    with pytest.raises(Exception, match="the logits hold NaN or infinity"):
+        tokens(llm)
+
+
+# ---- the pool's size
+
+
+def test_the_pool_takes_its_share_of_what_a_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cupy.Device, "total", 400 << 20)
+    monkeypatch.setattr(fake_cupy.Device, "free", (390 << 20) - (1 << 20))
+    options = {name: value for name, value in ROOMY.items() if name != "num_blocks"}
+    engine = LLM(MODEL, device="cuda", dtype="float32", gpu_memory_utilization=0.5, **options).engine
+    profiled = 8 * 4 * engine.model_config.kv_bytes_per_token("float32")  # its own pool: 32 rows are 8 blocks of 4
+    expected = (200 << 20) - (10 << 20) + profiled
+    assert engine.config.num_blocks == expected // (4 * engine.model_config.kv_bytes_per_token("float32"))
+
+
+def test_a_gpu_that_is_full_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_cupy.Device, "free", 1 << 30)
+    with pytest.raises(ConfigError, match=r"leave nothing of 50% of the GPU's 80.0 GiB .* raise gpu_memory_utilization, or lower max_num_batched_tokens or max_num_seqs"):
+        LLM(MODEL, device="cuda", gpu_memory_utilization=0.5)
+
+
+# ---- which device
+
+
+def test_auto_takes_a_gpu_whose_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert find_device("auto") == "cuda"
+    assert find_device("cpu") == "cpu"
+    said: list[str] = []
+    monkeypatch.setattr(fake_cupy.Device, "count", 0)
+    assert find_device("auto", said.append) == "cpu"
+    assert said == ["computing on the CPU: this machine has no NVIDIA GPU: use device cpu"]
+    monkeypatch.setattr(fake_cupy.Device, "count", 1)
+    monkeypatch.setattr(CupyDevice, "launch", lambda self, launch: None)  # counted, and computes nothing
+    assert find_device("auto", said.append) == "cpu"
+    assert said[1:] == ["computing on the CPU: the GPU computes wrong numbers"]
+
+
+def test_auto_without_cupy_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert find_device("auto", pytest.fail) == "cpu"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:1", "cuda:1:2", "cuda:9999", "", 3])
+def test_a_device_that_does_not_exist_is_refused(device: Any) -> None:
+    with pytest.raises(ConfigError, match="device must be one of auto, cpu, reference, emu, cuda or cuda:1 for the second GPU, not"):
+        EngineConfig(device=device)
+
+
+def test_options_that_only_one_kind_of_device_has() -> None:
+    for options, message in (
+        ({"device": "cuda", "dtype": "int8"}, "device cuda has no dtype int8"),
+        ({"device": "cpu", "kv_cache_dtype": "fp8"}, "device cpu has no kv_cache_dtype fp8"),
+        ({"device": "cuda", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0 and at most 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EngineConfig(**options)
+    assert EngineConfig(device="cuda:3").device_index == 3
+    with pytest.raises(BackendError, match="there is no GPU 3"):
+        LLM(MODEL, device="cuda:3")
