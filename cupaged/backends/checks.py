@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,20 +60,38 @@ def check_batch(limits: BatchLimits, token_ids: npt.NDArray[np.int32], batch: At
         raise InvariantError("two rows of one step write the same slot")
     if len(batch.query_start) != sequences + 1 or batch.query_start[0] != 0 or batch.query_start[-1] > rows or len(batch.block_tables) < sequences:
         raise InvariantError("the rows of a step do not belong to its sequences")
-    for s in range(sequences):
-        _check_sequence(limits, batch, s)
+    _check_sequences(limits, batch, np.diff(batch.query_start))
 
 
-def _check_sequence(limits: BatchLimits, batch: AttentionBatch, s: int) -> None:
-    first, last, context = int(batch.query_start[s]), int(batch.query_start[s + 1]), int(batch.context_lens[s])
-    if last < first or (s < batch.num_decode and last != first + 1):
-        raise InvariantError(f"sequence {s} of the step has {last - first} rows")
-    if not 0 <= context <= min(batch.max_context, batch.block_tables.shape[1] * limits.block_size):
-        raise InvariantError(f"sequence {s} of the step: its block table does not hold a context of {context}")
-    if context == 0 or first == last:
-        return
-    positions = batch.positions[first:last]
-    if positions[-1] >= context or (np.diff(positions) != 1).any():
-        raise InvariantError(f"sequence {s} of the step: its positions are not a run within its context")
-    oldest = max(0, int(positions[0]) - limits.window + 1) if limits.window else 0
-    check_within("block", batch.block_tables[s, oldest // limits.block_size : int(positions[-1]) // limits.block_size + 1], 0, limits.num_blocks)
+def _check_sequences(limits: BatchLimits, batch: AttentionBatch, lengths: npt.NDArray[np.int32]) -> None:
+    """All sequences at once: a loop over them would cost a device more than the launch of its step."""
+    numbers, contexts = np.arange(len(lengths)), batch.context_lens
+    _refuse((lengths < 0) | ((numbers < batch.num_decode) & (lengths != 1)), lambda s: f"has {lengths[s]} rows")
+    most = min(batch.max_context, batch.block_tables.shape[1] * limits.block_size)
+    _refuse((contexts < 0) | (contexts > most), lambda s: f"its block table does not hold a context of {contexts[s]}")
+
+    live = np.flatnonzero((contexts > 0) & (lengths > 0))
+    begin, count = batch.query_start[live], lengths[live]
+    first, last = batch.positions[begin], batch.positions[begin + count - 1]
+    of_row = np.repeat(np.arange(len(live)), count)
+    place = np.arange(len(of_row)) - np.repeat(np.cumsum(count) - count, count)  # of a row in its sequence
+    wrong = last >= contexts[live]
+    wrong[of_row[batch.positions[begin[of_row] + place] != first[of_row] + place]] = True
+    _refuse_of(live, wrong, lambda s: "its positions are not a run within its context")
+
+    oldest = np.maximum(first - limits.window + 1, 0) if limits.window else np.zeros_like(first)
+    columns, tables = np.arange(batch.block_tables.shape[1]), batch.block_tables[live]
+    needed = (columns >= oldest[:, None] // limits.block_size) & (columns <= last[:, None] // limits.block_size)
+    outside = needed & ((tables < 0) | (tables >= limits.num_blocks))
+    _refuse_of(live, outside.any(axis=1), lambda s: f"a block of its context is out of bounds: not within 0 .. {limits.num_blocks - 1}")
+
+
+def _refuse(wrong: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:
+    _refuse_of(np.arange(len(wrong)), wrong, reason)
+
+
+def _refuse_of(sequences: npt.NDArray[np.signedinteger], wrong: npt.NDArray[np.bool_], reason: Callable[[int], str]) -> None:
+    """Raises InvariantError for the first of these sequences that is wrong."""
+    if wrong.any():
+        s = int(sequences[np.argmax(wrong)])
+        raise InvariantError(f"sequence {s} of the step: {reason(s)}")
