@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-__all__ = ["names", "source"]
+__all__ = ["inlined", "names", "source"]
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(?P<header>[^"]+)"$')
@@ -29,10 +29,15 @@ def source(name: str) -> str:
 
     #line directives keep the compiler's messages at the right file and line. Raises FileNotFoundError.
     """
+    return inlined((_FOLDER / name).read_text(encoding="utf-8"), name)
+
+
+def inlined(text: str, name: str) -> str:
+    """A text that messages shall call `name`, with this package's headers in the place of their #include lines."""
     lines = [f'#line 1 "{name}"']
-    for number, line in enumerate((_FOLDER / name).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
-        if include is None:
+        if include is None or not (_FOLDER / include["header"]).is_file():
             lines.append(line)
         else:
             lines += [source(include["header"]).rstrip("\n"), f'#line {number + 1} "{name}"']

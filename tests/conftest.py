@@ -1,7 +1,9 @@
 """Fixtures shared by all tests, and the switches that decide what a skip means.
 
 --require-model     the real SmolLM2 file must be there: its tests fail instead of skipping
---require-compiler  a C++ compiler must be there, so that no test of the CUDA kernels skips
+--require-compiler  a C++ compiler must be there, so that no test of the emulated CUDA kernels skips
+--require-nvrtc     CUDA's compiler must be there, so that no test of what it makes of the kernels skips
+--require-gpu       a GPU must be there, so that no test marked gpu skips
 --slow              also run the proofs marked slow
 """
 
@@ -25,12 +27,14 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    kernels.compiler_is_required = config.getoption("--require-compiler")
+    kernels.required.update(what for what in ("compiler", "nvrtc", "gpu") if config.getoption(f"--require-{what}"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require-model", action="store_true", help="fail, not skip, without the SmolLM2 model")
     parser.addoption("--require-compiler", action="store_true", help="fail, not skip, without a C++ compiler for the emulator")
+    parser.addoption("--require-nvrtc", action="store_true", help="fail, not skip, without CUDA's compiler (the nvrtc extra)")
+    parser.addoption("--require-gpu", action="store_true", help="fail, not skip, without a GPU")
     parser.addoption("--slow", action="store_true", help="also run tests marked slow")
 
 
@@ -39,6 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "gpu" in item.keywords:
+        kernels.skip_without_gpu()
 
 
 @pytest.fixture(scope="session")

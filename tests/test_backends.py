@@ -15,8 +15,8 @@ from cupaged.backends import open_backend
 from cupaged.backends.base import AttentionBatch
 from cupaged.backends.cpu import CpuBackend
 from cupaged.backends.cpu_threads import Team, usable_cores
+from cupaged.conformance.steps import load_batch
 from cupaged.errors import ConfigError, InvariantError
-from tests.support.steps import load_batch
 
 LINEAR_AND_NORM = """
 import numpy as np

@@ -15,10 +15,12 @@ from cupaged.backends import cublas, cupy_device
 from cupaged.backends.cupy_device import CupyDevice
 from cupaged.backends.kernels import KernelBackend
 from cupaged.backends.reference import ReferenceBackend
+from cupaged.conformance.paged import Paged
+from cupaged.conformance.steps import Stored
+from cupaged.conformance.subject import random
 from cupaged.errors import BackendError, InvariantError
 from tests.support import fake_cupy
 from tests.support.kernels import skip_without_compiler
-from tests.test_conformance import Paged, Stored, random
 
 TYPES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 

@@ -23,11 +23,12 @@ from cupaged.backends.kernel_sampling import KernelSampler
 from cupaged.backends.kernels import KernelBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.backends.split_plan import plan_decode
+from cupaged.conformance.paged import Paged
+from cupaged.conformance.steps import load_batch
+from cupaged.conformance.subject import random
 from cupaged.errors import InvariantError, KernelError
 from tests.support.kernels import skip_without_compiler
 from tests.support.sampling import batch_of, random_logits
-from tests.support.steps import load_batch
-from tests.test_conformance import Paged, random
 
 TYPES = {"float32": (np.float32, 1e-5), "float16": (np.float16, 2e-3), "bfloat16": (ml_dtypes.bfloat16, 1.5e-2)}
 """NumPy's type, and how far a result may be off, as a share of the largest number."""

@@ -9,8 +9,15 @@ from cupaged.backends.kernel_specs import SPECS, variants
 from cupaged.backends.launch import KernelSpec, Variant, scalar
 from cupaged.backends.nvrtc import ARCHITECTURES, Resources
 from cupaged.errors import BackendError
+from tests.support.kernels import skip_without_nvrtc
 
-compiles = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+
+@pytest.fixture(scope="module")
+def _nvrtc() -> None:
+    skip_without_nvrtc()
+
+
+compiles = pytest.mark.usefixtures("_nvrtc")
 
 
 def chosen() -> list[tuple[str, str, Variant]]:

@@ -23,8 +23,8 @@ def test_ci_runs_the_tests_with_the_command_of_the_readme() -> None:
     (command,) = [line for line in README.splitlines() if line.endswith("scripts/test")]
     assert command == "pip install -e '.[test]' && scripts/test"
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert "tests=$(grep -m 1 'scripts/test$' README.md)\neval \"$tests --require-model\"\n" in ci
-    assert ci.rstrip().endswith('--require-model"')  # pytest's closing line is CI's last
+    assert "tests=$(grep -m 1 'scripts/test$' README.md)\neval \"$tests --require-model --require-compiler --require-nvrtc\"\n" in ci
+    assert ci.rstrip().endswith('--require-nvrtc"')  # pytest's closing line is CI's last
 
 
 @pytest.mark.parametrize("script", ["scripts/check", "scripts/test", ".ci/run"])
@@ -60,6 +60,8 @@ def test_every_path_in_the_file_tree_exists() -> None:
         ("scheduler.py", "import cupaged.engine", "Imports go downward only"),
         ("cache/manager.py", "import cupaged.backends.base", "The scheduler and the cache see no device"),
         ("model/llama.py", "import cupaged.backends.cpu", "The model knows no backend by name"),
+        ("cli/chat.py", "import cupaged.backends.cpu", "A backend is opened by the loader"),
+        ("cli/kernels/check.py", "import cupy", "Native code and devices are reached through backends"),
         ("engine.py", "import numba", "Numba compiles the CPU backend"),
         ("llm.py", "import rich", "click and rich belong to the command line"),
         ("cli/pull.py", "import subprocess", "Other programs are started by backends"),

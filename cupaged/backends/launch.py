@@ -192,7 +192,7 @@ class KernelSpec:
             grid,
             (self.block,),
             tuple(arguments[p.name] if p.shape is not None else self._number(p, arguments.get(p.name, symbols.get(p.name))) for p in self.parameters),
-            self._evaluate(self.shared, symbols),
+            self.shared_bytes(symbols),
         )
 
     def variant(self, types: Mapping[str, str], numbers: Mapping[str, int]) -> Variant:
@@ -200,6 +200,10 @@ class KernelSpec:
         macros = [(name, C_TYPES[types[name]]) for name in self.types]
         macros += [(name.upper(), str(numbers[name])) for name in self.macros]
         return Variant(self.source, self.name, tuple(macros))
+
+    def shared_bytes(self, numbers: Mapping[str, int]) -> int:
+        """Dynamic shared memory of a block, for these values of the symbols that it depends on."""
+        return self._evaluate(self.shared, numbers)
 
     def _check_arrays(self, arguments: Mapping[str, Any], symbols: dict[str, int]) -> dict[str, str]:
         """Bind the symbols that shapes define; the type that stands behind every type macro."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import kernels_cu
 from cupaged.backends.launch import KernelSpec, Variant
+from cupaged.backends.occupancy import MULTIPROCESSORS
 from cupaged.errors import BackendError
 
 try:
@@ -21,7 +22,7 @@ try:
 except ImportError:  # no CuPy, or a CUDA installation that cannot be loaded
     nvrtc = None
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
+ARCHITECTURES = tuple(MULTIPROCESSORS)
 """Ampere (A100; RTX 30), Ada (RTX 40, L4), Hopper (H100, H200)."""
 
 _REPORT = re.compile(
@@ -58,7 +59,7 @@ def missing() -> str | None:
         nvrtc.getVersion()
     except Exception as error:  # CuPy loads the library on first use, and raises what its loader raises
         return f"NVRTC cannot be loaded ({' '.join(str(error).split())}): pip install nvidia-cuda-nvrtc-cu12"
-    if _include_folder() is None:
+    if include_folder() is None:
         return "no CUDA headers (cuda_fp16.h): pip install nvidia-cuda-runtime-cu12"
     return None
 
@@ -66,7 +67,7 @@ def missing() -> str | None:
 def compile_variant(variant: Variant, architecture: str) -> Resources:
     """Compile for an architecture, such as "sm_90". Raises BackendError with the compiler's log."""
     program = nvrtc.createProgram(kernels_cu.source(variant.source), variant.source, (), ())
-    options = (f"-arch={architecture}", "-std=c++17", "-ftz=true", f"-I{_include_folder()}", "--ptxas-options=-v", *variant.options)
+    options = (f"-arch={architecture}", "-std=c++17", "-ftz=true", f"-I{include_folder()}", "--ptxas-options=-v", *variant.options)
     try:
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
@@ -86,7 +87,7 @@ def _resources(log: str, kernel: str) -> Resources:
     raise BackendError(f"the assembler says nothing of {kernel}:\n{log}")
 
 
-def _include_folder() -> Path | None:
+def include_folder() -> Path | None:
     """Where cuda_fp16.h lies: in a CUDA wheel, else in a toolkit."""
     spec = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []

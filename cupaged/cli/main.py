@@ -8,7 +8,6 @@ A command's module is imported when the command is called, so that `cupaged --ve
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import os
 import signal
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 import click
 
 from cupaged._version import __version__
+from cupaged.cli.lazy import LazyGroup
 from cupaged.errors import ConfigError, CupagedError
 
 COMMANDS = {
@@ -26,28 +26,12 @@ COMMANDS = {
     "perplexity": "How well a model predicts a text.",
     "pull": "Fetch models now, to use them offline.",
     "models": "List the built-in models.",
+    "kernels": "List, check and try the CUDA kernels.",
 }
 FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 
 
-class _LazyCommands(click.Group):
-    """Lists the commands without importing them; `cupaged.cli.<name>.command` is the command."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        command: click.Command = importlib.import_module(f"cupaged.cli.{cmd_name}").command
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
-
-
-@click.group(cls=_LazyCommands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, package="cupaged.cli", summaries=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="cupaged", message="%(prog)s %(version)s")
 def cli() -> None:
     """Run language models over a paged KV cache, on any computer.

@@ -46,6 +46,19 @@ def wrote(view: npt.NDArray[Any]) -> None:
         marks[:] = 1
 
 
+def never_written(view: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which elements of a contiguous array from `empty` nobody wrote, in its shape."""
+    marks = marks_of(view)
+    if marks is not None:
+        unwritten: npt.NDArray[np.bool_] = (marks == 0).reshape(view.shape)
+    elif view.itemsize == 1 or not view.size:
+        unwritten = np.zeros(view.shape, np.bool_)
+    else:
+        words = view.reshape(-1).view(np.uint16).reshape(view.size, -1)
+        unwritten = (words == POISON).all(axis=1).reshape(view.shape)
+    return unwritten
+
+
 def marks_of(view: npt.NDArray[Any]) -> npt.NDArray[np.uint8] | None:
     """The marks of the bytes from `view`'s first to its last; None for one that is not tracked."""
     if view.itemsize > 1 or not view.size:
