@@ -188,6 +188,7 @@ class EngineConfig:
     threads                 CPU threads; default the cores this process may use
     gpu_memory_utilization  share of the GPU's memory that the engine may take, weights and pool together (default 0.9)
     enforce_eager           emu and cuda: launch the kernels of a decode step one by one, where otherwise a captured graph is replayed
+    batch_invariant         refuse a device whose logits are not the same bits in any batch, chunks and number of threads
     """
 
     device: str = "auto"
@@ -207,6 +208,7 @@ class EngineConfig:
     threads: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -216,7 +218,7 @@ class EngineConfig:
         for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[kind], strict=True):
             if getattr(self, name) not in known:
                 raise ConfigError(f"device {self.device} has no {name} {getattr(self, name)}; it has {', '.join(known)}")
-        for name in ("prefix_cache", "enforce_eager"):
+        for name in ("prefix_cache", "enforce_eager", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         share = self.gpu_memory_utilization

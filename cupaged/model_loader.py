@@ -7,6 +7,8 @@ from dataclasses import fields, replace
 
 from cupaged.artefact import Progress
 from cupaged.backends import find_device, open_backend
+from cupaged.backends.ahead import compile_kernels as compile_kernels  # for the command line, which knows no backend
+from cupaged.backends.ahead import kernel_folder as kernel_folder
 from cupaged.backends.base import Backend
 from cupaged.cache.eviction import POLICIES as EVICTIONS
 from cupaged.cache.manager import CacheManager
@@ -14,7 +16,7 @@ from cupaged.checkpoint import open_checkpoint
 from cupaged.checkpoint.base import Checkpoint, GenerationDefaults
 from cupaged.config import EngineConfig
 from cupaged.engine import Engine
-from cupaged.errors import BackendError, CheckpointError, ParameterError
+from cupaged.errors import BackendError, CheckpointError, ConfigError, ParameterError
 from cupaged.hub import RECOMMENDED, resolve_model
 from cupaged.memory import available_memory, size_pool, swap_blocks, wanted_length
 from cupaged.model.kv_store import KVStore
@@ -44,6 +46,8 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
         config = size_pool(config, checkpoint.config, available_memory())
     num_swap_blocks = swap_blocks(config, checkpoint.config)
     backend = open_backend(config.device, config.threads, announce, dtype=config.dtype, kv_dtype=config.kv_cache_dtype, graphs=not config.enforce_eager)
+    if config.batch_invariant and not backend.batch_invariant:
+        raise ConfigError(f"batch_invariant: on the {backend.name} backend logits depend on what else is in the batch; use device cpu with Numba installed")
     try:
         llama = _load(checkpoint, backend, wanted_length(config, checkpoint.config), progress)
         config = _sized(config, llama, backend)

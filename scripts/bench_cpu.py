@@ -1,11 +1,16 @@
 """Measure the CPU engine against its own floor and, with --peer, against other engines in the same run.
 
     python scripts/bench_cpu.py
-    python scripts/bench_cpu.py --peer all --peer-python transformers=/venvs/hf/bin/python --peer-python vllm=/venvs/vllm/bin/python
+    python scripts/bench_cpu.py --peer all --peer-python vllm=/venvs/vllm/bin/python --peer-python llama.cpp=/venvs/llama/bin/python
 
 workload  64 heavy-tailed requests, all there at the start, greedy; a process that has computed nothing before
 stream    one request: 128 tokens of prompt, 128 generated
+stream16  the same from float16 weights, and the share of the memory's read bandwidth that it reaches
+ttft      first tokens of prompts of 128 tokens, one after the other
 prefill   one prompt of 1,024 tokens
+batch4    decoding 4 sequences together: prompts of 64 tokens, 128 generated
+batch8    the same with 8
+busy      16 requests of the workload, alone and beside another program that keeps one core busy
 host      a step of 64 sequences: the share that is not the model's arithmetic
 startup   from `cupaged generate` to the end of its first token: with everything cached, and with no compiled kernels
 
@@ -17,83 +22,52 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bench_machine
 import bench_report
+from bench_engines import FLOAT16, OURS, PEERS, SCRIPTS, STORED, Engine, MeasurementError, engines, figures_of, run
+from bench_jobs import job
+from busy_core import BusyCore
 
 from cupaged.folders import cache_dir
 
-SCRIPTS = Path(__file__).resolve().parent
-WORKLOAD = SCRIPTS.parent / "tests" / "golden" / "workload.json"
-OURS = "cupaged"
-PEERS = ("transformers", "vllm")
-MEASUREMENTS = ("workload", "stream", "prefill", "host", "startup")
-LIMIT_SECONDS = 3600
+ALONE = ("host", "startup")
+"""Measurements of cupaged only; in all others the peers take part."""
+
+OTHER_WEIGHTS = {"stream16": (FLOAT16,), "ttft": (STORED, FLOAT16), "batch4": (STORED, FLOAT16), "batch8": (STORED, FLOAT16)}
+"""Measurements that are not of the model's own weights alone."""
+
+MEASUREMENTS = ("workload", "stream", "stream16", "ttft", "prefill", "batch4", "batch8", "busy", "host", "startup")
 
 Figures = dict[str, Any]
 
 
-class MeasurementError(Exception):
-    """A measured process failed; its last line of stderr."""
+def figures(measurement: str, engine: Engine, threads: int) -> Figures:
+    """One measurement of one engine. Raises MeasurementError."""
+    if measurement == "startup":
+        return startup(engine.model, threads)
+    wanted = job(measurement, threads)
+    if measurement == "busy":
+        idle = engine.measure(wanted)
+        with BusyCore():
+            return {"idle": idle, "busy": engine.measure(wanted)}
+    if measurement == "stream16":
+        before = read_bandwidth(threads)
+        found = engine.measure(wanted)
+        return found | {"read_bandwidth": (before + read_bandwidth(threads)) / 2}
+    return engine.measure(wanted)
 
 
-@dataclass(frozen=True)
-class Engine:
-    name: str
-    python: str
-    model: str
-
-    def measure(self, job: Figures) -> Figures:
-        """Run a job in a fresh process of this engine. Raises MeasurementError."""
-        script = SCRIPTS / "peers" / f"{self.name}_peer.py"
-        output = _run([self.python, str(script)], json.dumps({**job, "model": self.model}))
-        lines = [line for line in output.splitlines() if line.startswith("{")]
-        if not lines:
-            raise MeasurementError("it printed no figures")
-        figures: Figures = json.loads(lines[-1])
-        return figures
-
-
-def _run(command: list[str], text: str = "", **environment: str) -> str:
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, env={**os.environ, **environment}, timeout=LIMIT_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MeasurementError(str(error)) from error
-    if done.returncode:
-        raise MeasurementError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    return done.stdout
-
-
-# ---- jobs
-
-
-def job(measurement: str, threads: int) -> Figures:
-    """What an engine is asked to do. Prompts are the workload's, joined and cut where another length is wanted."""
-    workload = json.loads(WORKLOAD.read_text(encoding="utf-8"))
-    text = [token for request in workload for token in request["prompt_ids"]]
-
-    def piece(start: int, length: int, new: int) -> Figures:
-        return {"prompt_ids": text[start : start + length], "max_new_tokens": new}
-
-    warm_up = [piece(4096, 32, 4)]
-    requests = {
-        "workload": (workload, []),
-        "stream": ([piece(0, 128, 128)], warm_up),
-        "prefill": ([piece(0, 1024, 1)], warm_up),
-        "host": ([piece(64 * i, 64, 64) for i in range(64)], warm_up),
-    }[measurement]
-    return {"measurement": measurement, "threads": threads, "requests": requests[0], "warm_up": requests[1]}
+def read_bandwidth(threads: int) -> float:
+    """Bytes a second, measured in a process of its own."""
+    output = run([sys.executable, str(SCRIPTS / "read_bandwidth.py"), "--threads", str(threads)])
+    return float(figures_of(output)["read_bandwidth"])
 
 
 def startup(model: str, threads: int) -> Figures:
@@ -102,7 +76,7 @@ def startup(model: str, threads: int) -> Figures:
     command += ["--max-tokens", "1", "--temperature", "0", "--threads", str(threads)]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "models").symlink_to(cache_dir() / "models")
-        return {name: _seconds(lambda: _run(command, CUPAGED_CACHE=folder)) for name in ("first_run", "cached")}
+        return {name: _seconds(lambda: run(command, CUPAGED_CACHE=folder)) for name in ("first_run", "cached")}
 
 
 def _seconds(action: Callable[[], object]) -> float:
@@ -111,55 +85,38 @@ def _seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-# ---- the run
-
-
-def measure(arguments: argparse.Namespace, engines: list[Engine]) -> Figures:
+def measure(arguments: argparse.Namespace, contestants: list[Engine]) -> Figures:
     """Raw figures by measurement and engine, one entry a repetition; an engine that fails is told and left out."""
     results: Figures = {}
     for measurement in arguments.only:
+        taking_part = [e for e in contestants if _takes_part(e, measurement)]
+        if not taking_part:
+            tell(f"{measurement} left out: it needs a GGUF file")
+            continue
         results[measurement] = {}
-        taking_part = engines if measurement in ("workload", "stream", "prefill") else engines[:1]
         for repetition in range(arguments.repeat):
-            for engine in taking_part:
-                tell(f"{measurement}, {engine.name}, {repetition + 1} of {arguments.repeat}")
+            for engine in list(taking_part):
+                tell(f"{measurement}, {engine.label}, {repetition + 1} of {arguments.repeat}")
                 disturbance = bench_machine.Disturbance()
                 try:
-                    if measurement == "startup":
-                        figures = startup(arguments.model, arguments.threads)
-                    else:
-                        figures = engine.measure(job(measurement, arguments.threads))
+                    found = figures(measurement, engine, arguments.threads)
                 except MeasurementError as error:
                     if engine.name == OURS:
                         raise
-                    tell(f"{engine.name} left out: {error}")
-                    taking_part = [other for other in taking_part if other is not engine]
+                    tell(f"{engine.label} left out: {error}")
+                    taking_part.remove(engine)
                 else:
-                    figures["others"] = disturbance.share()
-                    results[measurement].setdefault(engine.name, []).append(figures)
+                    found["others"] = disturbance.share()
+                    results[measurement].setdefault(engine.label, []).append(found)
     return results
+
+
+def _takes_part(engine: Engine, measurement: str) -> bool:
+    return engine.weights in OTHER_WEIGHTS.get(measurement, (STORED,)) and (engine.name == OURS or measurement not in ALONE)
 
 
 def tell(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def peers(arguments: argparse.Namespace, folder: Path) -> list[Engine]:
-    """The peers asked for, with the model where torch engines can read it: a folder as it is, anything else exported."""
-    names = [name for name in PEERS if {name, "all"} & set(arguments.peer)]
-    if not names:
-        return []
-    model = arguments.model
-    if not Path(model).is_dir():
-        tell("writing the model as float32 for the peers")
-        model = str(folder / "model")
-        _run([sys.executable, str(SCRIPTS / "export_hf.py"), arguments.model, model])
-    pythons: dict[str, str] = {}
-    for given in arguments.peer_python:
-        name, _, python = given.rpartition("=")
-        pythons[name] = python
-    default = pythons.get("", sys.executable)
-    return [Engine(name, pythons.get(name, default), model) for name in names]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -184,10 +141,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     machine = {**bench_machine.describe(), "threads": str(arguments.threads), "command": " ".join(["python", *sys.argv])}
+    peers = [name for name in PEERS if {name, "all"} & set(arguments.peer)]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            engines = [Engine(OURS, sys.executable, arguments.model), *peers(arguments, Path(folder))]
-            results = measure(arguments, engines)
+            float16 = bool(OTHER_WEIGHTS.keys() & set(arguments.only))
+            found = engines(arguments.model, peers, arguments.peer_python, Path(folder), float16=float16)
+            results = measure(arguments, found)
         except MeasurementError as error:
             tell(f"error: {error}")
             return 1

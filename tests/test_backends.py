@@ -14,9 +14,10 @@ import pytest
 from cupaged.backends import open_backend
 from cupaged.backends.base import AttentionBatch
 from cupaged.backends.cpu import CpuBackend
-from cupaged.backends.cpu_threads import Team, usable_cores
+from cupaged.backends.cpu_threads import Leader, Team, usable_cores
 from cupaged.conformance.steps import load_batch
 from cupaged.errors import ConfigError, InvariantError
+from tests.family_models import ROOT as FAMILIES
 
 LINEAR_AND_NORM = """
 import numpy as np
@@ -62,6 +63,12 @@ def test_without_numba_the_cpu_is_plain_numpy_with_one_warning() -> None:
     assert run.stderr.count("plain NumPy") == 1
 
 
+def test_plain_numpy_in_place_of_the_kernels_is_not_called_batch_invariant() -> None:
+    code = "import sys; sys.modules['numba'] = None\nfrom cupaged import LLM\ntry: LLM({!r}, num_blocks=8, batch_invariant=True)\nexcept ValueError as error: print(error)"
+    run = python(code.format(str(FAMILIES / "llama_tied")))
+    assert run.stdout.startswith("batch_invariant: on the reference backend")
+
+
 # ---- threads
 
 
@@ -100,6 +107,41 @@ def test_an_error_in_a_part_reaches_the_caller_and_the_team_goes_on(failing: int
     done.clear()
     team.run(kernel, False)
     assert sorted(done) == [0, 1, 2]
+
+
+def test_an_error_in_the_leaders_call_reaches_the_caller_and_the_leader_goes_on() -> None:
+    leader, done = Leader(), []
+
+    def fail() -> None:
+        raise ZeroDivisionError("led")
+
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError, match="led"):
+            leader.call(fail)
+        leader.call(done.append, 1)
+    assert done == [1, 1, 1]
+
+
+def test_a_refused_operation_leaves_the_threads_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors come from Python, before any thread starts: nobody is left waiting at a barrier."""
+    monkeypatch.setattr("cupaged.backends.cpu.TEAM_WORK", 0)
+    backend = CpuBackend(3)
+    matrix, x, y = backend.load_matrix([Zeros(40, 8)]), np.ones((5, 8), np.float32), np.ones((5, 40), np.float32)
+    run = backend.record(lambda rows: backend.linear(x[:rows], matrix, y[:rows]), 5)
+    for rows in (1, 5, 3):
+        with pytest.raises(InvariantError, match="linear"):
+            backend.linear(x[:, :7], matrix, y)
+        with pytest.raises(InvariantError, match="recorded for up to 5 rows"):
+            run(6)
+        with pytest.raises(ZeroDivisionError):
+            backend.record(lambda rows: 1 // 0, 5)
+        y[:] = 1
+        run(rows)
+        assert (y[:rows] == 0).all()
+        assert (y[rows:] == 1).all()
+        y[:] = 1
+        backend.linear(x, matrix, y)
+        assert (y == 0).all()
 
 
 def test_an_interrupt_waits_for_the_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,7 @@ def test_wrong_usage_is_2(args: list[str], message: str, cli: Cli) -> None:
         (["--beam-width", "0"], "error: beam_width must be at least 1 and at most 256, not 0"),
         (["--length-penalty", "2"], "error: length_penalty needs beam_width"),
         (["--eviction", "random"], "error: eviction must be one of lru, fifo, lfu, weighted, not 'random'"),
+        (["--batch-invariant", "--dtype", "int4"], "error: dtype must be one of auto, float32, float16, bfloat16, int8, not 'int4'"),
         (["--device", "abacus"], "error: device must be one of auto, cpu, reference, emu, cuda or cuda:1 for the second GPU, not 'abacus'"),
     ],
 )
@@ -420,6 +421,14 @@ def test_stats_as_json(cli: Cli) -> None:
     assert (values["preemptions"], values["bytes_swapped"]) == (0, 0)
 
 
+def test_stats_name_the_price_of_batch_invariance_where_it_was_asked_for(cli: Cli) -> None:
+    assert "invariant" not in cli("generate", "abc", "--stats", "--no-batch-invariant")[2]
+    (line,) = [line for line in cli("generate", "abc", "--stats", "--batch-invariant")[2].splitlines() if line.startswith("invariant")]
+    assert "the same bits in any batch" in line
+    assert "no cost" in line
+    assert json.loads(cli("generate", "abc", "--stats", "--json", "--batch-invariant")[2])["batch_invariant"] is True
+
+
 def test_stats_of_sharing(cli: Cli) -> None:
     """Ten tokens in blocks of 4: two blocks and a half, which three answers share until they write."""
     lines = b'{"prompt": "0123456789", "n": 3, "max_tokens": 2}\n{"prompt": "0123456789ab", "max_tokens": 2}\n'
@@ -451,10 +460,10 @@ def test_every_option_reaches_the_engine_and_the_request(cli: Cli) -> None:
     args = [f"--{name.replace('_', '-')}={value}" for name, value in (engine | sampling).items()]
     args[args.index("--kv-cache-memory=512000000")] = "--kv-cache-memory=512MB"
     args += ["--stop", "x y", "--stop", "z", "--stop-token-id", "5", "--bad-word", "q", "--logit-bias", "3=-2.5", "--logit-bias", "4=1"]
-    args += ["--no-prefix-cache", "--cache-salt", "me"]
+    args += ["--no-prefix-cache", "--batch-invariant", "--cache-salt", "me"]
     args += ["--ignore-eos", "--no-skip-special-tokens", "--include-stop-str-in-output"]
     assert cli("generate", "x", *args)[0] == 0
-    assert ScriptedLLM.last.options == engine | {"prefix_cache": False}
+    assert ScriptedLLM.last.options == engine | {"prefix_cache": False, "batch_invariant": True}
     assert ScriptedLLM.last.salts == ["me"]
     assert ScriptedLLM.last.params == [
         cupaged.SamplingParams(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupaged import LLM, BeamSearchParams, SamplingParams
+from cupaged.errors import ConfigError
 from tests.family_models import ROOT
 from tests.support.kernels import skip_without_compiler
 
@@ -193,6 +194,36 @@ def test_logprobs_are_the_models_own(device: str) -> None:
     assert first.token_ids != [7]
     for token in first.logprobs[0]:
         assert second.logprobs[0][token].logprob == pytest.approx(first.logprobs[0][token].logprob, abs=1e-5)
+
+
+def bits(llm: LLM, many: list[list[int]]) -> list[list[float]]:
+    """Every logprob of prompts and answers, to compare for equality."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4, prompt_logprobs=4)
+    return [
+        [entry.logprob for place in (*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])) for entry in place.values()]
+        for output in llm.generate(many, params)
+    ]
+
+
+@pytest.mark.parametrize("widths", [{}, {"dtype": "int8"}, {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_batch_invariant_logits_are_the_same_bits_in_any_company_chunks_and_threads(widths: dict[str, str]) -> None:
+    roomy = ROOMY | {"device": "cpu", "batch_invariant": True, "prefix_cache": False} | widths
+    many = prompts()
+    alone = [bits(LLM(MODEL, threads=1, **roomy), [prompt])[0] for prompt in many]
+    assert len(alone[-1]) > 4 * 12
+    for options in ({"threads": 1}, {"threads": 3}, {"threads": 2, "max_num_batched_tokens": 7, "max_num_seqs": 6}, {"num_blocks": 26}):
+        assert bits(LLM(MODEL, **{**roomy, **options}), many) == alone, options
+    llm = LLM(MODEL, **{**roomy, "prefix_cache": True})
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    cold, warm = (llm.generate([many[-1]], greedy)[0] for _ in range(2))
+    assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, len(many[-1]) - 1)
+    assert warm.outputs[0].logprobs == cold.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("device", ["reference", "emu"])
+def test_a_device_that_is_not_batch_invariant_says_so(device: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^batch_invariant: on the {device} backend logits depend on what else is in the batch; use device cpu"):
+        LLM(MODEL, device=device, batch_invariant=True, **ROOMY)
 
 
 def test_prompt_logprobs_are_those_of_greedy_decoding(device: str) -> None:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
+from gguf import GGMLQuantizationType
 
+from cupaged.checkpoint import open_checkpoint
 from cupaged.config import ModelConfig
+from tests import checkpoint_builders
+from tests.checkpoint_builders import random_tensors, write_folder, write_gguf
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "peers")]
 
 import bench_cpu  # noqa: E402
+import bench_engines  # noqa: E402
 import bench_figures  # noqa: E402
+import bench_jobs  # noqa: E402
 import bench_machine  # noqa: E402
 import bench_report  # noqa: E402
+import busy_core  # noqa: E402
+import export_f16  # noqa: E402
 import gemm_floor  # noqa: E402
+import peer_job  # noqa: E402
+import read_bandwidth  # noqa: E402
 
 CONFIG = ModelConfig("llama", 100, 16, 24, 3, 4, 2, 8, 64)
 SHAPES = gemm_floor.Shapes.of(CONFIG)
@@ -39,18 +53,134 @@ def test_bad_usage_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str
     assert "error:" in capsys.readouterr().err
 
 
-def test_jobs_ask_for_what_the_measurement_says() -> None:
-    stream = bench_cpu.job("stream", 2)["requests"]
-    assert [(len(r["prompt_ids"]), r["max_new_tokens"]) for r in stream] == [(128, 128)]
-    prefill = bench_cpu.job("prefill", 2)
-    assert [(len(r["prompt_ids"]), r["max_new_tokens"]) for r in prefill["requests"]] == [(1024, 1)]
-    assert prefill["warm_up"][0]["prompt_ids"][0] not in prefill["requests"][0]["prompt_ids"][:1]
-    host = bench_cpu.job("host", 2)["requests"]
-    assert len(host) == 64
-    assert len({tuple(r["prompt_ids"]) for r in host}) == 64
-    workload = bench_cpu.job("workload", 2)
+@pytest.mark.parametrize(
+    ("measurement", "count", "prompt", "new"),
+    [("stream", 1, 128, 128), ("stream16", 1, 128, 128), ("ttft", 8, 128, 1), ("prefill", 1, 1024, 1), ("batch4", 4, 64, 128), ("batch8", 8, 64, 128), ("host", 64, 64, 64)],
+)
+def test_jobs_ask_for_what_the_measurement_says(measurement: str, count: int, prompt: int, new: int) -> None:
+    job = bench_jobs.job(measurement, 2)
+    assert [(len(r["prompt_ids"]), r["max_new_tokens"]) for r in job["requests"]] == [(prompt, new)] * count
+    first = [tuple(request["prompt_ids"][:4]) for request in (*job["requests"], *job["warm_up"])]
+    assert len(set(first)) == count + 1  # nothing to find in a prefix cache
+    assert job["in_turn"] == (measurement == "ttft")
+
+
+def test_the_workload_runs_cold_and_as_it_is_and_busy_runs_its_beginning() -> None:
+    workload = bench_jobs.job("workload", 2)
     assert len(workload["requests"]) == 64
     assert workload["warm_up"] == []
+    assert bench_jobs.job("busy", 2) == workload | {"measurement": "busy", "requests": workload["requests"][:16]}
+
+
+def test_every_measurement_has_a_job_and_a_table() -> None:
+    for name in bench_cpu.MEASUREMENTS:
+        assert name in bench_report._SECTIONS
+        assert name == "startup" or peer_job.Job(**bench_jobs.job(name, 1), model="m").threads == 1
+
+
+def test_requests_in_turn_have_clocks_of_their_own() -> None:
+    asked: list[list[int]] = []
+
+    def generate(requests: list[peer_job.Request]) -> peer_job.Answers:
+        asked.append([r.prompt_ids[0] for r in requests])
+        return peer_job.Answers([[r.prompt_ids[0]] for r in requests], [0.5] * len(requests), 1.5)
+
+    requests = [peer_job.Request([7], 1), peer_job.Request([8, 8], 3)]
+    fields: dict[str, Any] = {"measurement": "m", "model": "m", "threads": 1, "requests": requests, "warm_up": []}
+    together, in_turn = peer_job.Job(**fields, in_turn=False), peer_job.Job(**fields, in_turn=True)
+    assert (together.at_once, in_turn.at_once, in_turn.longest) == (2, 1, 5)
+    assert peer_job.answer(together, generate).seconds == 1.5
+    assert peer_job.answer(in_turn, generate) == peer_job.Answers([[7], [8]], [0.5, 0.5], 3.0)
+    assert asked == [[7, 8], [7], [8]]
+
+
+# ---- engines
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    """A model in Q4_1 whose vectors are float32."""
+    config = open_checkpoint(write_folder(tmp_path / "folder", checkpoint_builders.CONFIG, {})).config
+    tensors = random_tensors(config)
+    return write_gguf(tmp_path / "model.gguf", config, tensors, GGMLQuantizationType.Q4_1, {"general.name": "small", "tokenizer.ggml.tokens": ["a", "b"]})
+
+
+def test_float16_export_keeps_everything_but_the_width(gguf_file: Path, tmp_path: Path) -> None:
+    export_f16.export(str(gguf_file), tmp_path / "narrow.gguf")
+    before, after = open_checkpoint(gguf_file), open_checkpoint(tmp_path / "narrow.gguf")
+    assert after.config == before.config
+    assert {**after.metadata, "general.file_type": 1} == {**before.metadata, "general.file_type": 1}
+    assert set(after.tensors) == set(before.tensors)
+    for name, tensor in after.tensors.items():
+        assert tensor.storage == ("F16" if len(tensor.shape) > 1 else "F32")
+        assert (tensor.read() == before.tensors[name].read().astype(np.float16 if len(tensor.shape) > 1 else np.float32)).all()
+
+
+def test_float16_export_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor big holds numbers too large for float16"):
+        export_f16.narrow("big", np.full((2, 2), 1e6, np.float32))
+    with pytest.raises(ValueError, match="is not a GGUF file"):
+        export_f16.export(str(tmp_path), tmp_path / "narrow.gguf")
+
+
+def test_each_engine_gets_the_model_it_can_read(gguf_file: Path, tmp_path: Path) -> None:
+    found = bench_engines.engines(str(gguf_file), ["vllm", "llama.cpp"], ["vllm=/v", "/any"], tmp_path, float16=True)
+    assert [(e.label, Path(e.model).name) for e in found] == [
+        ("cupaged", "model.gguf"), ("vllm", "float32"), ("llama.cpp", "model.gguf"),
+        ("cupaged float16", "float16.gguf"), ("llama.cpp float16", "float16.gguf"),
+    ]  # fmt: skip
+    assert [e.python for e in found[1:3]] == ["/v", "/any"]
+    assert (tmp_path / "float32" / "model.safetensors").is_file()
+    assert bench_engines.engines(str(gguf_file), [], [], tmp_path, float16=False) == found[:1]
+
+
+def test_a_folder_is_read_as_it_is_but_not_by_llama_cpp(tmp_path: Path) -> None:
+    assert [e.model for e in bench_engines.engines(str(tmp_path), ["vllm"], [], tmp_path, float16=True)] == [str(tmp_path)] * 2
+    with pytest.raises(bench_engines.MeasurementError, match=r"llama\.cpp needs a GGUF file"):
+        bench_engines.engines(str(tmp_path), ["llama.cpp"], [], tmp_path, float16=True)
+
+
+def test_engines_that_take_part() -> None:
+    stored, narrow, peer = (bench_engines.Engine(*fields) for fields in (("cupaged", "p", "m"), ("cupaged", "p", "m", "float16"), ("llama.cpp", "p", "m")))
+    asked = {name: [bench_cpu._takes_part(e, name) for e in (stored, narrow, peer)] for name in ("stream", "stream16", "ttft", "host")}
+    assert asked == {"stream": [True, False, True], "stream16": [False, True, False], "ttft": [True, True, True], "host": [True, False, False]}
+
+
+def test_every_peer_has_a_script() -> None:
+    for name in (bench_engines.OURS, *bench_engines.PEERS):
+        assert (SCRIPTS / "peers" / f"{name.replace('.', '')}_peer.py").is_file()
+
+
+def test_a_failed_process_is_its_last_line() -> None:
+    with pytest.raises(bench_engines.MeasurementError, match=r"^ValueError: no$"):
+        bench_engines.run([sys.executable, "-c", "raise ValueError('no')"])
+    with pytest.raises(bench_engines.MeasurementError, match="no figures"):
+        bench_engines.figures_of("loading\n")
+    assert bench_engines.figures_of('{"a": 1}\nnoise\n{"a": 2}\n') == {"a": 2}
+
+
+# ---- the machine
+
+
+def test_a_busy_core_is_busy_until_the_block_ends() -> None:
+    with busy_core.BusyCore() as core:
+        process = psutil.Process(core._process.pid)
+        before = process.cpu_times().user
+        deadline = time.monotonic() + 20
+        while process.cpu_times().user < before + 0.05:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        if hasattr(os, "sched_getaffinity"):
+            assert os.sched_getaffinity(process.pid) == {min(os.sched_getaffinity(0))}
+    assert not process.is_running()
+
+
+def test_read_bandwidth_counts_the_bytes_of_all_threads() -> None:
+    assert read_bandwidth.read(np.array([5, 6, 0], np.int64)) == 3
+    assert 1e7 < read_bandwidth.bandwidth(2, array_bytes=1 << 20, passes=3) < 1e13
+
+
+# ---- arithmetic
 
 
 @pytest.mark.parametrize(
@@ -110,12 +240,41 @@ def figures(seconds: float, tokens: int) -> dict[str, Any]:
 
 def test_report_compares_medians() -> None:
     ours = [{**figures(5.0, 9), "floor_seconds": 4.0}, {**figures(3.0, 9), "floor_seconds": 2.4}]
-    report = bench_report.render({"cores": "2"}, {"stream": {"cupaged": ours, "vllm": [figures(9.0, 9), figures(9.0, 9)]}})
+    report = bench_report.render({"cores": "2"}, {"stream": {"cupaged": ours, "vllm": [{**figures(9.0, 9), "peak_bytes": 1e9}] * 2}})
     assert "cores: 2" in report
     assert "vllm: engine 1.0" in report
     ours_row, vllm_row = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith(("| cupaged", "| vllm"))]
-    assert ours_row == ["cupaged", "3.0 (2.0 - 4.0)", "1000 (1000 - 1000)", "500 (500 - 500)", "80 (80 - 80)", "100", "1.00"]
-    assert vllm_row[-4:] == ["500 (500 - 500)", "-", "100", "3.00"]
+    assert ours_row == ["cupaged", "3.0 (2.0 - 4.0)", "1000 (1000 - 1000)", "500 (500 - 500)", "80 (80 - 80)", "100", "1.00", "1.00"]
+    assert vllm_row[-5:] == ["1000 (1000 - 1000)", "-", "100", "3.00", "0.50"]
+
+
+def rows(report: str) -> dict[str, dict[str, str]]:
+    """Engine -> column -> cell."""
+    header, _, *lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("|")]
+    return {line[0]: dict(zip(header, line, strict=True)) for line in lines}
+
+
+def test_sixteen_bit_streams_are_shares_of_the_bandwidth() -> None:
+    """8 tokens in 4 s of 3 GB each are 6 GB/s."""
+    ours = {**figures(5.0, 9), "bytes_per_token": 3e9, "read_bandwidth": 8e9}
+    table = rows(bench_report.render({}, {"stream16": {"cupaged float16": [ours], "llama.cpp float16": [{**figures(9.0, 9), "read_bandwidth": 4e9}]}}))
+    assert [table["cupaged float16"][name] for name in ("decode tokens/s", "GB/s read", "memory's GB/s", "% of that")] == ["2.0", "6", "8", "75"]
+    assert [table["llama.cpp float16"][name] for name in ("decode tokens/s", "% of that", "cupaged is x faster")] == ["1.0", "75", "2.00"]
+
+
+def test_first_tokens_are_compared_by_their_median() -> None:
+    ours, theirs = ({**figures(5.0, 1), "token_ids": [[1]] * 3, "first_token": times} for times in ([0.1, 0.9, 0.2], [0.5, 0.5, 0.5]))
+    table = rows(bench_report.render({}, {"ttft": {"cupaged": [ours], "vllm": [theirs]}}))
+    assert [table["cupaged"]["first token ms"], table["vllm"]["first token ms"], table["vllm"]["cupaged is x faster"]] == ["200", "500", "2.50"]
+
+
+def test_a_batch_decodes_from_when_each_has_its_first_token() -> None:
+    assert bench_report.batch_speed({"seconds": 5.0, "first_token": [0.5, 1.0], "token_ids": [[1] * 9, [2] * 5]}) == 3.0
+
+
+def test_a_busy_machine_is_compared_with_the_idle_one() -> None:
+    runs = [{"idle": figures(2.0, 8), "busy": figures(4.0, 8)}, {"idle": figures(4.0, 8), "busy": figures(8.0, 8)}]
+    assert rows(bench_report.render({}, {"busy": {"cupaged": runs}}))["cupaged"]["% of the idle machine's"] == "50"
 
 
 def test_report_tells_how_quiet_the_machine_was() -> None:

@@ -127,6 +127,9 @@ class Backend(Protocol):
     activations: np.dtype[Any]
     """The type of the forward pass's arrays; logits are float32."""
 
+    batch_invariant: bool
+    """Whether a row's results are the same bits in any company, chunks and number of threads, always and without a price."""
+
     # ---- memory
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:

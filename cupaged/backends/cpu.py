@@ -57,6 +57,7 @@ class CpuBackend:
 
     name = "cpu"
     activations = np.dtype(np.float32)
+    batch_invariant = True
 
     def __init__(self, threads: int | None = None, dtype: str = "auto", kv_dtype: str = "auto") -> None:
         self.threads = threads or usable_cores()

@@ -49,6 +49,8 @@ class KernelBackend:
     graphs     whether steps of decode rows only are captured and replayed
     """
 
+    batch_invariant = False  # the kernel that attends to a row depends on its chunk
+
     def __init__(
         self, device: Device, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None, *, graphs: bool = True
     ) -> None:

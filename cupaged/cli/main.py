@@ -27,6 +27,7 @@ COMMANDS = {
     "pull": "Fetch models now, to use them offline.",
     "models": "List the built-in models.",
     "kernels": "List, check and try the CUDA kernels.",
+    "warmup": "Compile the CPU's kernels now.",
 }
 FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 

