@@ -214,7 +214,7 @@ def test_stored_rows_are_the_files_bytes(storage: str, tmp_path: Path) -> None:
 
 
 def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
-    """NumPy, unpack_panel with tile_product, and dot_rows agree to the bit; returns a digest of all their results."""
+    """NumPy, unpack_panel with tile_product, dot_rows and dot_rows_keeping agree to the bit; returns a digest of all their results."""
     import hashlib
 
     import numba
@@ -233,8 +233,12 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
         cpu_unpack.dot_rows(index, 3, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
 
     @jit
-    def tile(rows: int, x: int, x_stride: int, first: int, second: int, count: int, y: int, y_stride: int) -> None:
-        cpu_tile.tile_product(0, rows, x, x_stride, first, second, 64, count, y, y_stride)
+    def keep(more: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int, panel: int, panel_bytes: int) -> None:
+        cpu_unpack.dot_rows_keeping(index, more, x, x_stride, w, group_stride, blocks, y, y_stride, panel, panel_bytes)
+
+    @jit
+    def tile(rows: int, x: int, x_stride: int, first: int, second: int, count: int, y: int, y_stride: int, more: int) -> None:
+        cpu_tile.tile_product(more, rows, x, x_stride, first, second, 64, count, y, y_stride)
 
     digest = hashlib.sha256()
     for width in widths:
@@ -254,14 +258,34 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
             for group in (0, 2):
                 for row in range(rows):
                     where = reference[row:, 16 * group :].ctypes.data
-                    tile(1, x[row:].ctypes.data, x.strides[0], panels[group].ctypes.data, panels[group + 1].ctypes.data, width, where, 256)
+                    tile(1, x[row:].ctypes.data, x.strides[0], panels[group].ctypes.data, panels[group + 1].ctypes.data, width, where, 256, 0)
             assert_same_bits(y[:rows, :48], reference[:, :48])
             assert np.isnan(y[rows:]).all()
             assert np.isnan(y[:, 48:]).all()
             np.testing.assert_allclose(y[:rows, :48], x[:rows, :width] @ expected.T, rtol=0, atol=1e-4 * max(1, float(np.abs(expected).max()) * width))
+        check_keeping(keep, tile, weights, panels, x)
         digest.update(y[:4, :48].copy().data)
         digest.update(panels[:3, :width].copy().data)
     return digest.hexdigest()
+
+
+def check_keeping(keep: Any, tile: Any, weights: np.ndarray, panels: np.ndarray, x: np.ndarray) -> None:
+    """dot_rows_keeping: the panels that it leaves, and its sums, added to others or not."""
+    from cupaged.backends import cpu_unpack
+
+    width = panels.shape[1] - 1
+    for more in (0, 1):
+        y = np.full((cpu_unpack.MAX_ROWS + 1, 34), 0.25, np.float32)
+        reference, kept = y.copy(), np.full((2, width + 1, 16), np.nan, np.float32)
+        into = kept.ctypes.data, kept.strides[0]
+        keep(more, x.ctypes.data, x.strides[0], weights.ctypes.data, weights.strides[0], weights.shape[1], y.ctypes.data, y.strides[0], *into)
+        if not more:
+            reference[:-1, :32] = 0
+        for row in range(cpu_unpack.MAX_ROWS):
+            tile(1, x[row:].ctypes.data, x.strides[0], panels[0].ctypes.data, panels[1].ctypes.data, width, reference[row:].ctypes.data, 0, more)
+        assert_same_bits(y, reference)
+        assert_same_bits(kept[:, :width], panels[:2, :width])
+        assert np.isnan(kept[:, width]).all()
 
 
 WIDTHS = {True: (1, 7, 33), False: (256, 768)}

@@ -20,10 +20,11 @@ from cupaged.backends import cpu_cache, cpu_gemm, cpu_matrix, cpu_paged_attentio
 from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
 from cupaged.backends.checks import check_block_pairs, check_within
 from cupaged.backends.cpu_batch import CpuBatch
+from cupaged.backends.cpu_formats import FORMATS
 from cupaged.backends.cpu_jit import OperationKernel
 from cupaged.backends.cpu_kv_numbers import kind_of
 from cupaged.backends.cpu_matrix import PackedMatrix
-from cupaged.backends.cpu_program import Crew, Words, aligned, float_word, operation
+from cupaged.backends.cpu_program import KERNEL, Crew, Words, aligned, float_word, operation
 from cupaged.backends.cpu_threads import Team, usable_cores
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
@@ -99,6 +100,7 @@ class CpuBackend:
         finally:
             self._record = None
         table = np.stack(record.operations)
+        _look_ahead(table)
         record.batches = list(dict.fromkeys(record.batches))
 
         def run(rows_now: int) -> None:
@@ -252,6 +254,17 @@ class CpuBackend:
         check_block_pairs(pairs, source[0].shape[1], target[0].shape[1], within_one_pool=False)
         for source_cache, target_cache in zip(source, target, strict=True):
             cpu_cache.copy_blocks(source_cache, target_cache, pairs)
+
+
+def _look_ahead(table: Words) -> None:
+    """Tell every product what the attention after it, if there is one, will read."""
+    products = [cpu_gemm.gemm(i).address for i in range(len(FORMATS)) if "address" in vars(cpu_gemm.gemm(i))]
+    ahead = None
+    for row in table[::-1]:
+        if row[KERNEL] == cpu_paged_attention.attention.address:
+            ahead = cpu_paged_attention.ahead(row)
+        elif ahead is not None and row[KERNEL] in products:
+            row[cpu_gemm.AHEAD : cpu_gemm.AHEAD + len(ahead)] = ahead
 
 
 def _stride(array: npt.NDArray[Any]) -> int:

@@ -19,7 +19,7 @@ from cupaged.errors import InvariantError
 
 I32 = npt.NDArray[np.int32]
 
-NUM_ROWS, NUM_SEQUENCES, NUM_TASKS, TOKEN_IDS, POSITIONS, SLOTS, TABLES, TABLE_STRIDE, QUERY_START, CONTEXT_LENS, TASKS = range(11)
+NUM_ROWS, NUM_SEQUENCES, NUM_TASKS, TOKEN_IDS, POSITIONS, SLOTS, TABLES, TABLE_STRIDE, QUERY_START, CONTEXT_LENS, TASKS, NUM_BLOCKS, BLOCKS = range(13)
 """Words of a batch. TABLE_STRIDE is in bytes."""
 
 SEQUENCE, FIRST_ROW, ROW_COUNT = range(3)
@@ -53,6 +53,7 @@ class CpuBatch:
         self._tables = aligned((limits.sequences, limits.table_width), np.int32)
         self._query_start, self._contexts = _zeros(limits.sequences + 1, np.int32), _zeros(limits.sequences, np.int32)
         self._tasks, self._costs = _zeros((limits.rows, TASK_WORDS), np.int64), _zeros(limits.rows, np.int64)
+        self._blocks, self._listed = _zeros(limits.sequences * limits.table_width, np.int32), _zeros(limits.sequences, np.uint8)
         self._writers = _zeros(limits.num_blocks * limits.block_size, np.int32)
         self._bounds = np.array([limits.vocab_size, limits.positions, limits.num_blocks, limits.block_size, limits.window, threads], np.int64)
         self.words = _zeros(16, np.int64)
@@ -60,6 +61,7 @@ class CpuBatch:
         self.words[TOKEN_IDS : TABLES + 1] = [array.ctypes.data for array in arrays]
         self.words[TABLE_STRIDE] = self._tables.strides[0]
         self.words[QUERY_START : TASKS + 1] = [array.ctypes.data for array in (self._query_start, self._contexts, self._tasks)]
+        self.words[BLOCKS] = self._blocks.ctypes.data
 
     def set(self, token_ids: I32, attention: AttentionBatch) -> None:
         """Take over a step (token_ids int32 [T]). Raises InvariantError as backends.base says and keeps the one before."""
@@ -78,6 +80,7 @@ class CpuBatch:
         _copy(*given, *own, limits.block_size)
         tasks = _plan(self._query_start, self._contexts, self._positions, sequences, rows, self._bounds, self._tasks, self._costs)
         self.words[NUM_ROWS], self.words[NUM_SEQUENCES], self.words[NUM_TASKS] = rows, sequences, tasks
+        self.words[NUM_BLOCKS] = _list_blocks(self._tasks[:tasks], self._tables, self._query_start, self._positions, self._bounds, self._listed, self._blocks)
         self.rows = rows
 
 
@@ -157,6 +160,25 @@ def _plan(query_start: Any, contexts: Any, positions: Any, sequences: int, rows:
             count += 1
     order = np.argsort(-costs[:count], kind="mergesort")
     tasks[:count] = tasks[:count][order]
+    return count
+
+
+@kernel
+def _list_blocks(tasks: Any, tables: Any, query_start: Any, positions: Any, bounds: Any, listed: Any, blocks: Any) -> int:
+    """The blocks that the tasks read, in their order, each sequence's once; returns how many there are."""
+    block_size, window = bounds[3], bounds[4]
+    count = 0
+    listed[:] = 0
+    for t in range(tasks.shape[0]):
+        s = tasks[t, 0]
+        if s < 0 or listed[s]:
+            continue
+        listed[s] = 1
+        first, last = positions[query_start[s]], positions[query_start[s + 1] - 1]
+        oldest = max(0, first - window + 1) if window > 0 else 0
+        for i in range(oldest // block_size, last // block_size + 1):
+            blocks[count] = tables[s, i]
+            count += 1
     return count
 
 

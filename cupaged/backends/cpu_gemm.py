@@ -3,7 +3,8 @@
 A task is 32 columns of y (two groups of packed ones) for up to CHUNK_ROWS rows:
 
     few rows    weights are unpacked in registers and used at once: bound by memory
-    more rows   weights are unpacked into a panel, PANEL_ROWS of K at a time, over which register tiles pass: bound by arithmetic
+    more rows   the first few rows leave the unpacked weights in a panel, PANEL_ROWS of K at a time, over which register tiles
+                of the others pass: bound by arithmetic; meanwhile the next attention's blocks are asked for (cpu_ahead.py)
 
 Both take every sum in the order of k (cpu_tile.py), so a row's result does not depend on how many rows there are. The
 sums of a task stay in scratch memory till they are whole; then comes the epilogue:
@@ -20,6 +21,7 @@ from functools import cache
 
 from numba import carray
 
+from cupaged.backends.cpu_ahead import take_piece
 from cupaged.backends.cpu_formats import FLOAT32, FORMATS
 from cupaged.backends.cpu_ir import (
     F32,
@@ -39,8 +41,8 @@ from cupaged.backends.cpu_ir import (
 )
 from cupaged.backends.cpu_jit import OperationKernel, kernel, operation_kernel
 from cupaged.backends.cpu_program import FIRST, PARTS, ROWS, SCRATCH, take_task
-from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product
-from cupaged.backends.cpu_unpack import MAX_ROWS, dot_rows, unpack_panel
+from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product_fetching
+from cupaged.backends.cpu_unpack import MAX_ROWS, dot_rows, dot_rows_keeping
 
 PLAIN, ADD, SILU = range(3)
 
@@ -54,6 +56,8 @@ SCRATCH_BYTES = CHUNK_ROWS * TILE_COLUMNS * 4 + PANEL_ROWS * TILE_COLUMNS * 4
 
 # words of an operation
 X, X_STRIDE, K, W, GROUP_BYTES, N, Y, Y_STRIDE, BIAS, EPILOGUE = range(FIRST, FIRST + 10)
+AHEAD = FIRST + 10
+"""The words of cpu_ahead."""
 
 _ROW = TILE_COLUMNS * 4
 _PANEL_BYTES = PANEL_ROWS * GROUP * 4
@@ -97,13 +101,14 @@ def _finish(sums: int, rows: int, epilogue: int, bias: int, up_bias: int, width:
 
 
 @kernel
-def _panel_product(more: int, rows: int, x: int, x_stride: int, low: int, high: int, count: int, sums: int) -> None:
+def _panel_product(team: int, ahead: int, more: int, rows: int, x: int, x_stride: int, low: int, high: int, count: int, sums: int) -> None:
     """sums [rows][32] = (more, if it is not 0: sums +) x [rows][count] times a panel, by tiles of about the same height."""
     left = rows
     for passes in range((rows + TILE_ROWS - 1) // TILE_ROWS, 0, -1):
         r, height = rows - left, (left + passes - 1) // passes
         left -= height
-        tile_product(more, height, x + r * x_stride, x_stride, low, high, GROUP * 4, count, sums + r * _ROW, _ROW)
+        one, other, size = take_piece(team, ahead, x) if count == PANEL_ROWS else (x, x, 0)
+        tile_product_fetching(more, height, x + r * x_stride, x_stride, low, high, GROUP * 4, count, sums + r * _ROW, _ROW, one, other, size)
 
 
 @cache
@@ -118,6 +123,7 @@ def gemm(format_index: int) -> OperationKernel:
         x, x_stride, count = word(operation, X), word(operation, X_STRIDE), word(operation, K)
         w, group_bytes = word(operation, W), word(operation, GROUP_BYTES)
         y, y_stride, bias = word(operation, Y), word(operation, Y_STRIDE), word(operation, BIAS)
+        ahead = operation + 8 * AHEAD
         sums = word(team, SCRATCH)
         panel = sums + CHUNK_ROWS * _ROW
         groups = (columns + GROUP - 1) // GROUP
@@ -149,12 +155,13 @@ def gemm(format_index: int) -> OperationKernel:
                 else:
                     for k in range(0, count, PANEL_ROWS):
                         n, skip = min(PANEL_ROWS, count - k), k // block_k * block_bytes
-                        low, high = first + skip, second + skip
+                        low, high, done = first + skip, second + skip, 0
                         if not is_float32:
-                            unpack_panel(format_index, low, n // block_k, panel)
-                            unpack_panel(format_index, high, n // block_k, panel + _PANEL_BYTES)
+                            done = MAX_ROWS
+                            dot_rows_keeping(format_index, k, x_rows + 4 * k, x_stride, low, second - first, n // block_k, sums, _ROW, panel, _PANEL_BYTES)
                             low, high = panel, panel + _PANEL_BYTES
-                        _panel_product(k, part, x_rows + 4 * k, x_stride, low, high, n, sums)
+                        some_x, some_sums = x_rows + 4 * k + done * x_stride, sums + done * _ROW
+                        _panel_product(team, ahead, k, part - done, some_x, x_stride, low, high, n, some_sums)
                 column = t * width
                 own_bias = bias + 4 * column if bias != 0 else 0
                 target = y + row * y_stride + 4 * column

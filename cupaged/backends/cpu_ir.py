@@ -141,12 +141,13 @@ def store(b: Builder, value: Value, address: Value, offset: int | Value = 0) -> 
     b.store(value, b.inttoptr(at(b, address, offset), value.type.as_pointer()), align=1 if value.type == I8 else 4)
 
 
-def prefetch(b: Builder, address: Value, offset: int | Value = 0) -> None:
-    """Ask for the cache line at an address that need not be valid."""
+def prefetch(b: Builder, address: Value, offset: int | Value = 0, level: int = 1) -> None:
+    """Ask for the cache line at an address that need not be valid: into the first-level cache, the
+    second (`level` 2), or, as it is used only once, where it displaces little (`level` 0)."""
     pointer = I8.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
-    b.call(function, [b.inttoptr(at(b, address, offset), pointer), I32(0), I32(3), I32(1)])
+    b.call(function, [b.inttoptr(at(b, address, offset), pointer), I32(0), I32((0, 3, 2)[level]), I32(1)])
 
 
 # ---- control
@@ -229,6 +230,11 @@ pointer_to_uint8 = _pointer(types.uint8)
 def word(b: Builder, address: Value, index: Value) -> Value:
     """The int64 number `index` of a table."""
     return load(b, I64, b.add(address, b.mul(index, I64(8))))
+
+
+@emitter()
+def set_word(b: Builder, address: Value, index: Value, value: Value) -> None:
+    b.store(value, b.inttoptr(b.add(address, b.mul(index, I64(8))), I64.as_pointer()), align=1)
 
 
 @emitter(returns=types.float32)

@@ -56,6 +56,8 @@ from cupaged.backends.cpu_ir import (
     maximum,
     pointer_to_float32,
     pointer_to_int32,
+    prefetch,
+    set_word,
     shuffle,
     splat,
     store,
@@ -64,7 +66,7 @@ from cupaged.backends.cpu_ir import (
 )  # fmt: skip
 from cupaged.backends.cpu_jit import kernel, operation_kernel
 from cupaged.backends.cpu_kv_numbers import FLOAT32, KvKind, widen
-from cupaged.backends.cpu_program import FIRST, PARTS, SCRATCH, float_word, take_task
+from cupaged.backends.cpu_program import CURSOR, FIRST, PARTS, SCRATCH, Words, float_word, take_task
 from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product
 
 TILE_KEYS = 64
@@ -80,6 +82,7 @@ _FLOAT32 = FLOAT32.index
 _DIRECT_ROWS = 3 * TILE_ROWS
 """Below so many rows, times heads, keys and values are read where they lie."""
 
+_LINE = 64
 _PANEL = GROUP * 4
 _TASK_BYTES = 8 * TASK_WORDS
 
@@ -105,6 +108,11 @@ def words(
         *(float_word(scale), window, out, out.strides[0]),
         *(kind.index, kind.element_bytes, block_bytes(kind, block_size, head_dim), scales_at(kind, block_size, head_dim)),
     )
+
+
+def ahead(operation: Words) -> tuple[int, ...]:
+    """What an operation reads, as words of cpu_ahead."""
+    return int(operation[KEYS]), int(operation[VALUES]), int(operation[BATCH]), int(operation[BLOCK_BYTES] * operation[KV_HEADS])
 
 
 @emitter()
@@ -223,6 +231,31 @@ def _block(operation: int, cache: int, table: int, slot: int, head: int) -> int:
     return word(operation, cache) + (block * word(operation, KV_HEADS) + head) * word(operation, BLOCK_BYTES)
 
 
+@emitter()
+def _fetch(b: Builder, address: Value, size: Value) -> None:
+    """Ask for the cache lines of some bytes, which need not stay in the cache after their use."""
+
+    def line(i: Value, _: list[Value]) -> list[Value]:
+        prefetch(b, address, b.mul(i, I64(_LINE)), level=0)
+        return []
+
+    loop(b, b.udiv(b.add(size, I64(_LINE - 1)), I64(_LINE)), [], line)
+
+
+@kernel
+def _fetch_next(operation: int, table: int, head: int, heads_end: int, stop: int, oldest: int, end: int) -> None:
+    """Ask for the keys and values of the tile after the one that ends at `stop`: the same head's, or the next one's first."""
+    start = stop
+    if stop == end:
+        head, start = head + 1, oldest
+    if head < heads_end:
+        block_size = word(operation, BLOCK_SIZE)
+        after = min(end, start // TILE_KEYS * TILE_KEYS + TILE_KEYS)
+        for slot in range(start // block_size * block_size, after, block_size):
+            for cache in (KEYS, VALUES):
+                _fetch(_block(operation, cache, table, slot, head), word(operation, BLOCK_BYTES))
+
+
 # ---- a tile of keys and values where it lies: float32, in whole groups of 16 slots
 
 
@@ -299,6 +332,7 @@ def attention(team: int, operation: int) -> None:
     states = total + 4 * most * width
     keys = states + 8 * most
     values = keys + 4 * TILE_KEYS * head_dim
+    set_word(team, CURSOR, 0)
     lies_ready = word(operation, KIND) == _FLOAT32 and word(operation, BLOCK_SIZE) % GROUP == 0 and head_dim == width
     # all KV heads of a task lie side by side in a block; where tasks are few, the team shares out the heads
     num_tasks = word(batch, NUM_TASKS)
@@ -316,12 +350,13 @@ def attention(team: int, operation: int) -> None:
         table = word(batch, TABLES) + sequence * word(batch, TABLE_STRIDE)
         position = np.int64(carray(pointer_to_int32(word(batch, POSITIONS) + 4 * first_row), 1)[0])
         oldest = max(0, position - window + 1) if window > 0 else 0
-        count = rows * group
-        for head in range(first_head, first_head + span):
+        count, end, last_head = rows * group, position + rows, first_head + span
+        for head in range(first_head, last_head):
             _start(operation, first_row, rows, head, query, states)
             _zero(total, count * width)
-            for tile in range(oldest // TILE_KEYS * TILE_KEYS, position + rows, TILE_KEYS):
-                start, stop = max(tile, oldest), min(tile + TILE_KEYS, position + rows)
+            for tile in range(oldest // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
+                start, stop = max(tile, oldest), min(tile + TILE_KEYS, end)
+                _fetch_next(operation, table, head, last_head, stop, oldest, end)
                 if lies_ready and count < _DIRECT_ROWS:
                     _score_in_place(operation, count, table, head, tile, start, stop, query, scores)
                     _weigh(rows, group, position, window, tile, scores, states, total, width)

@@ -14,6 +14,7 @@ core, does fewer tasks. A kernel cannot raise: whatever it is given has been che
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,8 +34,12 @@ WORDS = 24
 KERNEL, ROWS, FIRST = 0, 1, 2
 """Words that all operations share, and the first of a kernel's own."""
 
-PART, PARTS, SYNC, SCRATCH = range(4)
-"""Words of a member: its number, how many there are, the addresses of the barrier and of its own scratch memory."""
+PART, PARTS, SYNC, SCRATCH, CURSOR = range(5)
+"""Words of a member: its number, how many there are, the addresses of the barrier and of its own scratch memory, and
+cpu_ahead's place."""
+
+_LARGE = 4 << 20
+"""Bytes from which NumPy would ask for huge pages, which a machine with scattered memory takes a second a GB to put together."""
 
 _LINE = 64
 _ARRIVED, _GENERATION, _NEXT_TASK = 0, _LINE, 2 * _LINE
@@ -140,11 +145,20 @@ def float_word(value: float) -> int:
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """An uninitialised array that begins at a cache line."""
+    """An uninitialised array that begins at a cache line. Raises MemoryError."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.empty(size + _LINE, np.uint8)
+    raw = _pages(size) if size >= _LARGE else np.empty(size + _LINE, np.uint8)
     start = -raw.ctypes.data % _LINE
     return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _pages(size: int) -> npt.NDArray[np.uint8]:
+    """Memory that the system gives page by page, when it is first touched."""
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    try:
+        return np.frombuffer(mmap.mmap(-1, size, **private), np.uint8)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
 
 
 def _round_up(size: int) -> int:

@@ -8,7 +8,7 @@ bit for bit the same in any company. All products of the CPU engine end here, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cupaged.backends.cpu_ir import (
     F32,
@@ -24,6 +24,7 @@ from cupaged.backends.cpu_ir import (
     fma,
     load,
     loop,
+    prefetch,
     splat,
     store,
     switch,
@@ -39,8 +40,13 @@ TILE_ROWS = 12 if LANES == 16 else 6
 TILE_COLUMNS = 2 * GROUP
 _UNROLL = 4
 
+_LINE = 64
 
-def _start(b: Builder, more: Value, places: Sequence[tuple[Value, Value]]) -> list[Value]:
+Fetch = Callable[[Builder, Value], None]
+"""(builder, i): what step i asks for."""
+
+
+def sums_at(b: Builder, more: Value, places: Sequence[tuple[Value, int | Value]]) -> list[Value]:
     """What stands at the places if `more`, else zeros."""
     before, loads, done = b.block, b.append_basic_block(), b.append_basic_block()
     b.cbranch(b.icmp_signed("!=", more, I64(0)), loads, done)
@@ -57,12 +63,12 @@ def _start(b: Builder, more: Value, places: Sequence[tuple[Value, Value]]) -> li
     return sums
 
 
-def _pass(b: Builder, rows: int, more: Value, x: Value, x_stride: Value, panels: Sequence[Value], panel_stride: Value, count: Value, outs: Sequence[Value], y_stride: Value) -> None:
+def _pass(b: Builder, rows: int, more: Value, x: Value, x_stride: Value, panels: Sequence[Value], panel_stride: Value, count: Value, outs: Sequence[Value], y_stride: Value, fetch: Fetch) -> None:
     """One pass of len(panels) vectors of columns."""
     kind = vector(F32, LANES)
     x_rows = [at(b, x, b.mul(x_stride, I64(r))) for r in range(rows)]
     y_rows = [b.mul(y_stride, I64(r)) for r in range(rows)]
-    sums = _start(b, more, [(out, row) for row in y_rows for out in outs])
+    sums = sums_at(b, more, [(out, row) for row in y_rows for out in outs])
 
     def step(sums: list[Value], x_offset: Value, first: Value, unroll: int) -> list[Value]:
         sums = list(sums)
@@ -76,7 +82,12 @@ def _pass(b: Builder, rows: int, more: Value, x: Value, x_stride: Value, panels:
 
     whole = b.udiv(count, I64(_UNROLL))
     stride = b.mul(panel_stride, I64(_UNROLL))
-    sums = loop(b, whole, sums, lambda i, s: step(s, b.mul(i, I64(4 * _UNROLL)), b.mul(i, stride), _UNROLL))
+
+    def whole_step(i: Value, s: list[Value]) -> list[Value]:
+        fetch(b, i)
+        return step(s, b.mul(i, I64(4 * _UNROLL)), b.mul(i, stride), _UNROLL)
+
+    sums = loop(b, whole, sums, whole_step)
     done = b.mul(whole, I64(_UNROLL))
 
     def rest(i: Value, s: list[Value]) -> list[Value]:
@@ -97,12 +108,34 @@ def tile_product(
 
     Addresses and strides in bytes. `first` and `second` hold 16 columns each; their row k lies k * panel_stride further.
     """
+    _product(b, more, rows, x, x_stride, first, second, panel_stride, count, y, y_stride, lambda b, i: None)
+
+
+@emitter()
+def tile_product_fetching(
+    b: Builder, more: Value, rows: Value, x: Value, x_stride: Value, first: Value, second: Value, panel_stride: Value, count: Value, y: Value, y_stride: Value,
+    one: Value, other: Value, size: Value,
+) -> None:  # fmt: skip
+    """tile_product that on its way asks for the first `size` bytes at two addresses: a cache line of each every four k."""
+
+    def fetch(b: Builder, i: Value) -> None:
+        place = b.mul(i, I64(_LINE))
+        place = b.select(b.icmp_signed("<", place, size), place, I64(0))
+        for address in (one, other):
+            prefetch(b, b.add(address, place), level=2)
+
+    _product(b, more, rows, x, x_stride, first, second, panel_stride, count, y, y_stride, fetch)
+
+
+def _product(
+    b: Builder, more: Value, rows: Value, x: Value, x_stride: Value, first: Value, second: Value, panel_stride: Value, count: Value, y: Value, y_stride: Value, fetch: Fetch
+) -> None:
     columns = [(panel, 4 * lane, 4 * (16 * g + lane)) for g, panel in enumerate((first, second)) for lane in range(0, GROUP, LANES)]
 
     def case(n: int) -> None:
         for start in range(0, len(columns), _VECTORS):
             part = columns[start : start + _VECTORS]
             panels = [at(b, panel, offset) for panel, offset, _ in part]
-            _pass(b, n, more, x, x_stride, panels, panel_stride, count, [at(b, y, offset) for _, _, offset in part], y_stride)
+            _pass(b, n, more, x, x_stride, panels, panel_stride, count, [at(b, y, offset) for _, _, offset in part], y_stride, fetch)
 
     switch(b, rows, range(1, TILE_ROWS + 1), case)

@@ -6,6 +6,7 @@ at a time, in a loop: of a whole block at once, LLVM would hold far more in regi
 
     unpack_panel   blocks of a group -> float32 panel [k][16] for cpu_tile.tile_product: for many rows
     dot_rows       a few rows times up to four groups, weights never leaving the registers
+    dot_rows_keeping   the same, but the weights are stored as panels, too
 
 Both take a row's sum in the order of k with one fused multiply-add a term, so they give the same bits.
 """
@@ -43,6 +44,7 @@ from cupaged.backends.cpu_ir import (
     switch,
     vector,
 )
+from cupaged.backends.cpu_tile import sums_at
 
 MAX_ROWS = 12 if REGISTERS == 32 else 4
 """Most rows of dot_rows: beyond them unpacking once into a panel is faster."""
@@ -253,18 +255,39 @@ def dot_rows(
     switch(b, rows, range(1, MAX_ROWS + 1), case)
 
 
+@emitter(literals=1)
+def dot_rows_keeping(
+    b: Builder, index: int, more: Value, x: Value, x_stride: Value, w: Value, group_stride: Value, blocks: Value, y: Value, y_stride: Value,
+    panel: Value, panel_bytes: Value,
+) -> None:  # fmt: skip
+    """y[MAX_ROWS][32] = (more, if it is not 0: y +) as many rows of x times two groups, whose weights are left as two panels [k][16].
+
+    So the multiply-adds of the first rows hide what unpacking for the others costs.
+    """
+    starts = [w, b.add(w, group_stride)]
+    columns = [(start, lane) for start in starts for lane in range(0, GROUP, LANES)]
+    panels = [b.add(at(b, panel, 4 * lane), b.mul(panel_bytes, I64(g))) for g in range(2) for lane in range(0, GROUP, LANES)]
+    width = max(1, min(4, _SUMS // MAX_ROWS))
+    for first in range(0, len(columns), width):
+        part = slice(first, first + width)
+        _dot_pass(b, FORMATS[index], MAX_ROWS, x, x_stride, columns[part], group_stride, blocks, at(b, y, 4 * LANES * first), y_stride, more, panels[part])
+
+
 def _dot_pass(
-    b: Builder, kind: Format, rows: int, x: Value, x_stride: Value, columns: Sequence[Column], group_stride: Value, blocks: Value, y: Value, y_stride: Value
-) -> None:
-    """dot_rows for some columns, whose sums stay in registers."""
+    b: Builder, kind: Format, rows: int, x: Value, x_stride: Value, columns: Sequence[Column], group_stride: Value, blocks: Value, y: Value, y_stride: Value,
+    more: Value | None = None, panels: Sequence[Value] = (),
+) -> None:  # fmt: skip
+    """dot_rows for some columns, whose sums stay in registers; their weights go to the panels, if there are any."""
     x_rows = [b.add(x, b.mul(x_stride, I64(r))) for r in range(rows)]
 
     def add(sums: list[Value], k: Value, j: int, weights: list[Value]) -> list[Value]:
         numbers = [splat(b, load(b, F32, b.add(row, b.mul(k, I64(4))), 4 * j), LANES) for row in x_rows]
+        for panel, weight in zip(panels, weights, strict=False):
+            store(b, weight, b.add(panel, b.mul(k, I64(4 * GROUP))), 4 * GROUP * j)
         return [fma(b, weight, number, sums[r * len(weights) + c]) for r, number in enumerate(numbers) for c, weight in enumerate(weights)]
 
-    zero = constant(F32, LANES, 0.0)
-    sums = _walk(b, kind, columns, group_stride, blocks, [zero] * (rows * len(columns)), add)
-    for i, total in enumerate(sums):
-        row, c = divmod(i, len(columns))
-        store(b, total, b.add(y, b.mul(y_stride, I64(row))), 4 * LANES * c)
+    places = [(b.add(y, b.mul(y_stride, I64(row))), 4 * LANES * c) for row in range(rows) for c in range(len(columns))]
+    sums = [constant(F32, LANES, 0.0)] * len(places) if more is None else sums_at(b, more, places)
+    sums = _walk(b, kind, columns, group_stride, blocks, sums, add)
+    for total, (row, offset) in zip(sums, places, strict=True):
+        store(b, total, row, offset)

@@ -63,7 +63,10 @@ class Runner:
     def _head(self, hidden: Array, rows: IntArray) -> Array:
         """Logits [len(rows), V] of some rows, in the one logits buffer."""
         chosen, logits = self._rows[: len(rows)], self._logits[: len(rows)]
-        self._backend.gather_rows(hidden, self._backend.upload(rows), out=chosen)
+        if len(rows) == len(hidden) and (rows == np.arange(len(rows))).all():
+            chosen = hidden
+        else:
+            self._backend.gather_rows(hidden, self._backend.upload(rows), out=chosen)
         self._backend.linear(chosen, self._model.weights.lm_head, out=logits)
         return logits
 
