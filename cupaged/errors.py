@@ -9,6 +9,7 @@
     |  `- TokenizerError               the tokenizer's part of them
     |     `- ChatTemplateError         the chat template's part: absent, broken, or refusing the messages
     |- HubError                        a model's name could not be turned into files
+    |- WorkloadError                   a trace, an arrival rate or a mix of requests that makes no sense
     |- BackendError                    a device, compiler or kernel is not usable
     |  `- KernelError                  a kernel broke a rule of its device, or was called with wrong arguments
     `- InvariantError                  the engine's own bookkeeping is corrupt: a bug, never a user's fault
@@ -30,6 +31,7 @@ __all__ = [
     "RequestError",
     "TokenizerError",
     "UnsupportedModelError",
+    "WorkloadError",
     "shown",
 ]
 
@@ -70,6 +72,10 @@ class ChatTemplateError(TokenizerError):
 
 class HubError(CupagedError):
     """A model's name could not be turned into local files."""
+
+
+class WorkloadError(CupagedError):
+    """A trace, an arrival rate or a mix of requests that cannot be served or makes no sense."""
 
 
 class BackendError(CupagedError):

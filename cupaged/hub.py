@@ -27,6 +27,7 @@ HUB_SECONDS = 4.0
 """How long the hub may take to answer at all; then what is cached is used, or the user is told."""
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+_CONFIG_FILES = ["config.json", "generation_config.json"]
 _NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
@@ -69,6 +70,14 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
     raise HubError(f"no model named {name!r}; {hint} Or give a folder, a .gguf file or a hub id such as org/name")
 
 
+def resolve_config(name: str, progress: Progress | None = None) -> Path:
+    """As `resolve_model`, for those who want to know what a model is like: of a hub id its config.json alone is fetched."""
+    match = _HUB_ID.fullmatch(name)
+    if match is None or os.path.exists(os.path.expanduser(name)) or _looks_like_path(name):
+        return resolve_model(name, progress)
+    return _fetch_from_hub(match["repo"], match["revision"], progress or (lambda stage, done, total: None), _CONFIG_FILES)
+
+
 def alias_path(name: str) -> Path:
     """Where an alias's file lies in the cache, or will."""
     return cache_dir() / "models" / name / ALIASES[name].file_name
@@ -92,8 +101,8 @@ def _looks_like_path(name: str) -> bool:
 # The Hugging Face hub
 
 
-def _fetch_from_hub(repo: str, revision: str | None, report: Progress) -> Path:
-    """A snapshot folder of huggingface_hub's own cache: fresh when the hub answers, else what is there."""
+def _fetch_from_hub(repo: str, revision: str | None, report: Progress, files: list[str] = _HUB_FILES) -> Path:
+    """A snapshot folder of huggingface_hub's own cache: fresh when the hub answers, else what is there. `files`: patterns."""
     label = repo if revision is None else f"{repo}@{revision}"
     report(f"asking the hub for {label}", 0, 0)
     unreachable = _ask_hub(repo, revision, label)
@@ -105,7 +114,7 @@ def _fetch_from_hub(repo: str, revision: str | None, report: Progress) -> Path:
             revision=revision,
             etag_timeout=HUB_SECONDS,
             local_files_only=unreachable is not None,
-            allow_patterns=_HUB_FILES,
+            allow_patterns=files,
             ignore_patterns=_NOT_HUB_FILES,
         )
     except Exception as error:  # whatever HTTP library the hub's client is built on

@@ -24,10 +24,13 @@ COMMANDS = {
     "generate": "Complete prompts: one, or many at once.",
     "chat": "Talk with a model.",
     "perplexity": "How well a model predicts a text.",
+    "bench": "Measure the engine: prediction, run, verdict.",
     "pull": "Fetch models now, to use them offline.",
     "models": "List the built-in models.",
     "kernels": "List, check and try the CUDA kernels.",
     "warmup": "Compile the CPU's kernels now.",
+    "plan": "What a machine would do with a model, on paper.",
+    "simulate": "Serve a workload on a machine that is not here.",
 }
 FAILED, USAGE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 
