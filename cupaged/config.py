@@ -187,6 +187,8 @@ class EngineConfig:
     swap_space              bytes of host memory for swapping (default 1 GiB where preemption is not recompute)
     threads                 CPU threads; default the cores this process may use
     gpu_memory_utilization  share of the GPU's memory that the engine may take, weights and pool together (default 0.9)
+    overlap                 plan the next step while the device computes, before the tokens of the one in flight are known: the same
+                            tokens, sooner. Default: where the device works by itself (cuda); for emu it is a test
     enforce_eager           emu and cuda: launch the kernels of a decode step one by one, where otherwise a captured graph is replayed
     batch_invariant         refuse a device whose logits are not the same bits in any batch, chunks and number of threads
     """
@@ -207,6 +209,7 @@ class EngineConfig:
     swap_space: int | None = None
     threads: int | None = None
     gpu_memory_utilization: float = 0.9
+    overlap: bool | None = None
     enforce_eager: bool = False
     batch_invariant: bool = False
 
@@ -218,9 +221,11 @@ class EngineConfig:
         for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[kind], strict=True):
             if getattr(self, name) not in known:
                 raise ConfigError(f"device {self.device} has no {name} {getattr(self, name)}; it has {', '.join(known)}")
-        for name in ("prefix_cache", "enforce_eager", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
+        for name in ("prefix_cache", "enforce_eager", "batch_invariant", "overlap"):
+            if not isinstance(getattr(self, name), bool) and (name, self.overlap) != ("overlap", None):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
+        if self.overlap and kind in ("cpu", "reference"):
+            raise ConfigError(f"device {self.device} computes in the host's own time, so nothing can overlap with it: leave overlap out, or take cuda")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {shown(share)}")

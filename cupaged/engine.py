@@ -12,28 +12,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from cupaged.answer import Answer, prompt_candidates
 from cupaged.beam import BeamSearch
 from cupaged.cache.manager import CacheUsage
 from cupaged.config import EngineConfig, ModelConfig
 from cupaged.door import Door, Prompt
-from cupaged.errors import InvariantError, RequestError
+from cupaged.errors import RequestError
 from cupaged.exclusive import Exclusive
 from cupaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from cupaged.params import BeamSearchParams, SamplingParams
 from cupaged.scheduler import Scheduler
 from cupaged.sequence import Request, Sequence, Status
-from cupaged.step_plan import ModelOutput, StepPlan, StepRecord
+from cupaged.step_plan import StepPlan, StepRecord
+from cupaged.steps import PlanRunner, make_steps
 from cupaged.stream import RequestStream
 from cupaged.text.tokenizer import Tokenizer
-
-
-class PlanRunner(Protocol):
-    """What the engine needs of a model: model.runner.Runner, or a stand-in."""
-
-    def run(self, plan: StepPlan) -> ModelOutput: ...
 
 
 class _Live:
@@ -79,6 +73,7 @@ class Engine:
         self._door = Door(model_config, config.max_model_len or model_config.max_position, tokenizer)
         self._forgotten: deque[str] = deque()  # streams that were dropped, perhaps in the middle of a step
         self._exclusive = Exclusive()  # abort may come from another thread; it waits for the step to end, as Ctrl-C does
+        self._steps = make_steps(scheduler, runner, self._exclusive, overlap=bool(config.overlap))
 
     # ---- requests
 
@@ -126,7 +121,7 @@ class Engine:
             if live.request.beam is None:
                 for sequence in growing:
                     self._answer(live, sequence).flush()
-            return self._report(live)
+            return self._reports([live])[0]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests go on undisturbed."""
@@ -156,31 +151,16 @@ class Engine:
             if not self._live:
                 return []
             started = time.perf_counter()
-            plan = self._scheduler.schedule()
-            planned = time.perf_counter()
-            output = self._run(plan)
+            plan, output, planning = self._steps.next()
             ran = time.perf_counter()
             usage = self._scheduler.cache.usage() if self.observers else None
             changed = self._scheduler.apply(plan, output)
             for sequence in changed:
                 self._follow(sequence, ran)
-            outputs = [self._report(self._live[name]) for name in dict.fromkeys(s.request.request_id for s in changed)]
+            outputs = self._reports([self._live[name] for name in dict.fromkeys(s.request.request_id for s in changed)])
             if usage is not None:
-                self._record(plan, outputs, usage, (started, planned, ran))
+                self._record(plan, outputs, usage, (planning, ran - started - planning, time.perf_counter() - ran))
             return outputs
-
-    def _run(self, plan: StepPlan) -> ModelOutput:
-        try:
-            if not plan.sequences:
-                raise InvariantError("requests are waiting, but none of them can be scheduled")
-            self._exclusive.interruptible = True
-            output = self._runner.run(plan)
-            self._exclusive.interruptible = False
-            return output
-        except BaseException:  # Ctrl-C included: the plan did not happen
-            self._exclusive.interruptible = False
-            self._scheduler.cancel(plan)
-            raise
 
     def _follow(self, sequence: Sequence, now: float) -> None:
         """Bring a sequence's answer up to date; one that has just completed a stop string ends."""
@@ -200,6 +180,13 @@ class Engine:
         if sequence.seq_id not in live.answers:
             live.answers[sequence.seq_id] = Answer(sequence, self.tokenizer)
         return live.answers[sequence.seq_id]
+
+    def _reports(self, changed: list[_Live]) -> list[RequestOutput]:
+        """Their outputs; those that are finished are gone then, and with the last of them whatever is in flight."""
+        outputs = [self._report(live) for live in changed]
+        if not self._live:
+            self._steps.forget()
+        return outputs
 
     def _report(self, live: _Live) -> RequestOutput:
         request = live.request
@@ -246,7 +233,7 @@ class Engine:
     def _record(
         self, plan: StepPlan, outputs: list[RequestOutput], usage: CacheUsage, times: tuple[float, float, float]
     ) -> None:
-        started, planned, ran = times
+        """Tell the observers. `times`: seconds of planning, running and applying."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         record = StepRecord(
             step=plan.step,
@@ -265,9 +252,9 @@ class Engine:
             blocks_copied=cache.counters.blocks_copied,
             blocks_evicted=cache.counters.blocks_evicted,
             bytes_swapped=cache.counters.blocks_swapped * self._block_bytes,
-            schedule_seconds=planned - started,
-            run_seconds=ran - planned,
-            apply_seconds=time.perf_counter() - ran,
+            schedule_seconds=times[0],
+            run_seconds=times[1],
+            apply_seconds=times[2],
         )
         for observe in self.observers:
             observe(record)

@@ -51,6 +51,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     try:
         llama = _load(checkpoint, backend, wanted_length(config, checkpoint.config), progress)
         config = _sized(config, llama, backend)
+        config = replace(config, overlap=backend.asynchronous if config.overlap is None else config.overlap)
         assert config.num_blocks is not None
         runner = Runner(
             backend,
@@ -58,6 +59,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
             KVStore(backend, checkpoint.config, config.num_blocks, config.block_size, num_swap_blocks),
             max_rows=config.max_num_batched_tokens,
             max_seqs=config.max_num_seqs,
+            overlap=bool(config.overlap),
         )
     except MemoryError as error:
         raise BackendError(

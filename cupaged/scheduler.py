@@ -4,7 +4,7 @@
 more, oldest first, then waiting ones in the order of the policy, while their whole context fits. `apply` books what a
 plan computed. Between the two the plan is in flight: its blocks are pinned, its sequences carry `num_scheduled`, and
 they may be aborted meanwhile: `apply` then drops what nobody waits for any more. Nobody is preempted while a plan is
-in flight: what it holds would not be free.
+in flight: what it holds would not be free. `schedule_ahead` plans a step before the tokens of the one in flight are known.
 
 Full is not an error: a running request that finds no block makes the latest one give its blocks up, all its sequences
 together. That one waits, and later computes its context again ("recompute"), as far as it is not still cached, or gets
@@ -17,13 +17,19 @@ time, or again when the request resumes.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
+
+import numpy as np
 
 from cupaged.admission import Admission
 from cupaged.cache.manager import CacheManager
 from cupaged.errors import InvariantError, RequestError
+from cupaged.lookahead import promise_tokens
 from cupaged.policy import FirstComeFirstServed, Policy
 from cupaged.sequence import Request, Sequence, Status, candidates
-from cupaged.step_plan import IntArray, ModelOutput, SampleSpec, ScheduledSequence, StepPlan
+from cupaged.step_plan import UNREAD, IntArray, ModelOutput, SampleSpec, ScheduledSequence, StepPlan
+
+PROMISED: IntArray = np.array([UNREAD], np.int32)
 
 
 def _arrival(request: Request) -> int:
@@ -31,10 +37,11 @@ def _arrival(request: Request) -> int:
 
 
 class _Draft:
-    """A plan in the making."""
+    """A plan in the making. `crowded`: a running request found no block, and a plan in flight keeps others from giving way."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.crowded = False
         self.items: list[ScheduledSequence] = []
         self.preempted: list[int] = []
 
@@ -135,14 +142,40 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step's plan; empty when there is nothing to compute or everything waits for plans in flight."""
+        draft = self._plan_running()
+        self._plan_waiting(draft)
+        return self._take_off(draft)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """The plan after the one in flight, which goes on with tokens that nobody has read yet; None, and nothing is planned,
+        where that one has to be applied first (see lookahead.py), or nothing else is to be computed.
+
+        There must be one plan in flight. The new one is the next to run.
+        """
+        (before,) = self._in_flight
+        if not promise_tokens(before, self._live):
+            return None
+        draft = self._plan_running()
+        if draft.crowded:
+            self._withdraw(draft.items)
+            return None
+        self._plan_waiting(draft)
+        return self._take_off(draft) if draft.items else None
+
+    def _plan_running(self) -> _Draft:
         draft = _Draft(self._max_num_batched_tokens)
         for request in sorted(self.running, key=self._turn):
             if request.status is Status.RUNNING:
                 self._plan_request(request, draft)
+        return draft
+
+    def _plan_waiting(self, draft: _Draft) -> None:
         # who has just given its blocks up must not take them back in the same step
         while draft.budget and not draft.preempted and self.waiting and self._admit(self._admission.choose(self.waiting)):
             self._plan_request(self.running[-1], draft)
 
+    def _take_off(self, draft: _Draft) -> StepPlan:
+        """The draft as a plan in flight."""
         draft.items.sort(key=lambda item: item.num_tokens > 1)
         swap_out, swap_in = self.cache.take_swaps()
         copies = self.cache.take_copies()
@@ -186,8 +219,9 @@ class Scheduler:
         tables = []
         for sequence in ready:
             start = sequence.num_computed + sequence.num_scheduled
-            while (blocks := self.cache.reserve(sequence.seq_id, start, sequence.num_tokens)) is None:
+            while (blocks := self.cache.reserve(sequence.seq_id, start, sequence.num_promised)) is None:
                 if self._in_flight:
+                    draft.crowded = True
                     return None  # blocks may be pinned: see what is free once those plans are applied
                 victim = max(self.running, key=_arrival)
                 self._unplan(victim, draft)
@@ -211,16 +245,19 @@ class Scheduler:
         stop = start + count
         request = sequence.request
         targets = None if request.prompt_reported else request.prompt_token_ids[start + 1 : stop + 1]
+        promised = start == sequence.num_tokens
+        chooses = stop == sequence.num_promised
         sequence.num_scheduled += stop - start
         return ScheduledSequence(
             seq_id=sequence.seq_id,
             start=start,
-            token_ids=sequence.tokens[start:stop].copy(),
+            token_ids=PROMISED if promised else sequence.tokens[start:stop].copy(),
             blocks=blocks,
-            samples=self._samples(sequence) if stop == sequence.num_tokens and not request.beam else (),
-            num_candidates=request.beam.num_candidates if stop == sequence.num_tokens and request.beam else 0,
+            samples=self._samples(sequence) if chooses and not request.beam else (),
+            num_candidates=request.beam.num_candidates if chooses and request.beam else 0,
             prompt_logprobs=request.params.prompt_logprobs if targets is not None else None,
             prompt_targets=targets,
+            token_source=sequence.token_source if promised else -1,
         )
 
     def _samples(self, sequence: Sequence) -> tuple[SampleSpec, ...]:
@@ -234,7 +271,7 @@ class Scheduler:
             sequence.history_sent = True
         banned = sequence.banned_tokens()
         return tuple(
-            SampleSpec(request.params, request.rows[i], request.seed, i, sequence.num_tokens, banned, history) for i in indices
+            SampleSpec(request.params, request.rows[i], request.seed, i, sequence.num_promised, banned, history) for i in indices
         )
 
     # ---- admission
@@ -254,7 +291,8 @@ class Scheduler:
     # ---- booking
 
     def apply(self, plan: StepPlan, output: ModelOutput) -> list[Sequence]:
-        """Book what a plan computed; the sequences that got a token, finished ones among them, in the plan's order."""
+        """Book what the oldest plan in flight computed; the sequences that got a token, finished ones among them, in the
+        plan's order."""
         self._land(plan)
         changed: list[Sequence] = []
         searching: dict[Request, list[Sequence]] = {}
@@ -333,16 +371,24 @@ class Scheduler:
             self.finish(sequence, *ended)
 
     def cancel(self, plan: StepPlan) -> None:
-        """Undo a plan that was not (fully) run: nothing of it counts, its tokens will be scheduled again."""
+        """Undo the latest plan in flight, which was not (fully) run: nothing of it counts, its tokens will be scheduled again."""
         self._land(plan, done=False)
-        for item in plan.sequences:
+        self._withdraw(plan.sequences, counted=True)  # the backend may have counted tokens that nobody got
+
+    def _withdraw(self, items: Iterable[ScheduledSequence], *, counted: bool = False) -> None:
+        """Take back runs that were scheduled, and what was promised to their sequences."""
+        for item in items:
             sequence = self._live.get(item.seq_id)
             if sequence is not None:
                 sequence.num_scheduled -= item.num_tokens
-                sequence.history_sent = False  # the backend may have counted a token that nobody got
+                sequence.token_source = -1
+                if counted or any(spec.history is not None for spec in item.samples):
+                    sequence.history_sent = False
 
     def _land(self, plan: StepPlan, done: bool = True) -> None:
         """The plan is no longer in flight: let go of its blocks. Copies that were not made are left to the next plan."""
+        if plan is not next(iter(self._in_flight) if done else reversed(self._in_flight), None):
+            raise InvariantError("plans are applied in their order, and cancelled from the latest backwards")
         self.cache.unpin_all(self._in_flight.pop(plan))
         if done:
             self.cache.copies_done(plan.copies)
@@ -391,5 +437,7 @@ class Scheduler:
         if not self._live and not self._in_flight and self.cache.num_used:
             raise InvariantError(f"{self.cache.num_used} blocks are held though nothing runs")
         for sequence in self._live.values():
-            if not 0 <= sequence.num_computed + sequence.num_scheduled <= sequence.num_tokens:
+            if sequence.token_source >= 0 and not self._in_flight:
+                raise InvariantError(f"sequence {sequence.seq_id} is promised a token that nobody chooses")
+            if not 0 <= sequence.num_computed + sequence.num_scheduled <= sequence.num_promised:
                 raise InvariantError(f"sequence {sequence.seq_id} computes more tokens than it has")

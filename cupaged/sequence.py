@@ -7,6 +7,9 @@ are all "compute some of the rest".
     tokens        | prompt ......................... | output ........ |
     KV            | num_computed | num_scheduled |    remaining      |
 
+While a plan that chooses its next token is in flight, the next plan may count on that token without knowing it: it is
+promised. Nothing is done with a promised token but to compute it; `tokens` never holds one.
+
 A request begins with one sequence. Others fork from it once the prompt is computed: the further samples of n > 1, the
 beams of a beam search. All live sequences of a request are preempted and resumed together.
 """
@@ -125,7 +128,8 @@ class Request:
 class Sequence:
     """One answer in progress.
 
-    started    its table exists: it has begun to compute, or was forked
+    started         its table exists: it has begun to compute, or was forked
+    token_source    which sample of the plan in flight is promised to it as its next token; -1: none
     """
 
     def __init__(self, seq_id: int, request: Request, index: int, tokens: IntArray) -> None:
@@ -137,6 +141,7 @@ class Sequence:
         self.started = False
         self.num_computed = 0
         self.num_scheduled = 0
+        self.token_source = -1
         self.history_sent = False
         self.candidates: list[TokenCandidate] = []
         self.cumulative_logprob = 0.0
@@ -156,13 +161,19 @@ class Sequence:
         return self._tokens[self.request.num_prompt : self.num_tokens]
 
     @property
+    def num_promised(self) -> int:
+        """Tokens, the promised one included."""
+        return self.num_tokens + (self.token_source >= 0)
+
+    @property
     def num_output(self) -> int:
-        return self.num_tokens - self.request.num_prompt
+        """Tokens of the answer, the promised one included."""
+        return self.num_promised - self.request.num_prompt
 
     @property
     def remaining(self) -> int:
-        """Tokens that are neither computed nor on their way."""
-        return self.num_tokens - self.num_computed - self.num_scheduled
+        """Tokens, the promised one included, that are neither computed nor on their way."""
+        return self.num_tokens + (self.token_source >= 0) - self.num_computed - self.num_scheduled
 
     @property
     def reusable(self) -> IntArray:
@@ -181,6 +192,7 @@ class Sequence:
             self._tokens = grown
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+        self.token_source = -1
 
     # ---- rules of the request
 

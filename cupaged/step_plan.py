@@ -17,6 +17,10 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+UNREAD = -1
+"""Stands in a plan for a token that the plan before it chooses and that nobody has read yet."""
+
+
 def common_prefix(a: IntArray, b: IntArray) -> int:
     """How many tokens two texts begin with alike."""
     size = min(len(a), len(b))
@@ -50,6 +54,7 @@ class ScheduledSequence:
     """One sequence's part of a step: compute `token_ids` at positions start, start + 1, ...
 
     blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens
+    token_source        where `token_ids` is [UNREAD]: which sample of the plan before this one chooses the token; else -1
     samples             how to choose the next token; empty where more of the context is still to be computed. More
                         than one where a prompt has just been computed that several answers share
     num_candidates      how many of the likeliest next tokens to report (beam search), or 0
@@ -66,6 +71,7 @@ class ScheduledSequence:
     num_candidates: int = 0
     prompt_logprobs: int | None = None
     prompt_targets: IntArray | None = None
+    token_source: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -149,7 +155,7 @@ class StepRecord:
     Blocks are counted while the step runs; once it has, `slots_used` of the `blocks_used * block_size` slots hold KV.
     `blocks_shared` is how many more blocks the running sequences would take if none were shared; `blocks_cached` are
     held by nobody and kept for their content; `blocks_copied`, `blocks_evicted` and `bytes_swapped` (out and in)
-    count from the engine's start.
+    count from the engine's start. The seconds are those of the engine's step: where steps overlap, it planned the next plan.
     """
 
     step: int

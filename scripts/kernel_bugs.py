@@ -30,6 +30,11 @@ KERNEL_BUGS = (
     ("a share of the row is not searched again", LOGPROBS, "if (threadIdx.x == share) mine = below;", "if (threadIdx.x == share) mine = 0;"),
     ("the search of a share misses its end", LOGPROBS, "other += THREADS * THREADS) {", "other += 2 * THREADS * THREADS) {"),
     ("the kept tokens are one too few", SAMPLE, "find_floor(of_row, vocab_size, Counted{}, top_k[row], 0, highest)", "find_floor(of_row, vocab_size, Counted{}, top_k[row] - 1, 0, highest)"),
+    # ---- tokens of the step before
+    ("every row takes a chosen token", "kernels_cu/fill_tokens.cu", "row < rows && sources[row] >= 0", "row < rows"),
+    ("a chosen token goes to the row of its source", "kernels_cu/fill_tokens.cu", "token_ids[row] = max", "token_ids[sources[row]] = max"),
+    ("a choice that failed is looked up", "kernels_cu/fill_tokens.cu", "max(chosen[sources[row]], 0)", "chosen[sources[row]]"),
+    ("sources of an earlier step are left over", BATCH, "            if sources is not None:\n                content", "            if sources is None:\n                del content[\"sources\"]\n            else:\n                content"),
     # ---- the host
     ("the overhead is not counted", PLAN, "cost = begin + OVERHEAD * np.arange(len(begin))", "cost = begin + 0 * np.arange(len(begin))"),
     ("padded lanes are written", BATCH, "slots=longer(attention.slots, -1),", "slots=longer(attention.slots, 0),"),

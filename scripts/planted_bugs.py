@@ -27,10 +27,10 @@ TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
         *("block_pool", "prefix_tree", "manager", "scheduler", "policy", "engine", "sampler", "memory"),
-        *("radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
+        *("lookahead", "overlap", "radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
     )
 )
-KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "kernel_graphs", "sampling_agreement", "kernel_engine"))
+KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "kernel_graphs", "late_tokens", "sampling_agreement", "kernel_engine"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Bug:
         path.write_text(text, encoding="utf-8")
 
 
-SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM = (f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam"))
+SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM, STEPS, LOOKAHEAD = (
+    f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam", "steps", "lookahead")
+)
 POOL, MANAGER, TREE, EVICTION, SWAP = (f"cupaged/cache/{name}.py" for name in ("block_pool", "manager", "prefix_tree", "eviction", "swap_space"))
 BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("batch", "sampler", "kv_store", "runner"))
 
@@ -146,8 +148,8 @@ BUGS = (
     Bug("an answer from beyond the beam width", BEAM, (("list(zip(best, ends, strict=True))[: self.params.beam_width]", "list(zip(best, ends, strict=True))"),)),
     Bug("never stops early as if by the present length", BEAM, (('longest = self.params.early_stopping == "never" and', "longest = False and"),)),
     Bug("never stops early whatever the penalty's sign", BEAM, (('self.params.early_stopping == "never" and self.params.length_penalty > 0', 'self.params.early_stopping == "never"'),)),
-    Bug("children with one generator key", SCHEDULER, (("request.seed, i, sequence.num_tokens", "request.seed, 0, sequence.num_tokens"),)),
-    Bug("the key is the sequence's, not the index in the request", SCHEDULER, (("request.seed, i, sequence.num_tokens", "request.seed, i + sequence.seq_id - sequence.index, sequence.num_tokens"),)),
+    Bug("children with one generator key", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, 0, sequence.num_promised"),)),
+    Bug("the key is the sequence's, not the index in the request", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, i + sequence.seq_id - sequence.index, sequence.num_promised"),)),
     Bug("children with one row of penalty counts", SCHEDULER, (("request.rows[i], request.seed", "request.rows[0], request.seed"),)),
     Bug("only the first child knows the history", SCHEDULER, (("banned, history) for i in indices", "banned, history if i == indices[0] else None) for i in indices"),)),
     Bug("the first child to end takes the blocks along", SCHEDULER, (
@@ -177,8 +179,8 @@ BUGS = (
     Bug("the token budget is not spent", SCHEDULER, (("                draft.budget -= draft.items[-1].num_tokens\n", ""),)),
     Bug("one sequence too many", SCHEDULER, (("if len(self._free_rows) < request.width or", "if len(self._free_rows) < request.width - 1 or"),)),
     Bug("rows of the batch unsorted", SCHEDULER, (("        draft.items.sort(key=lambda item: item.num_tokens > 1)\n", ""),)),
-    Bug("a cancelled plan stays scheduled", SCHEDULER, (("                sequence.num_scheduled -= item.num_tokens\n                sequence.history_sent", "                sequence.history_sent"),)),
-    Bug("a cancelled plan keeps its penalty counts", SCHEDULER, (("                sequence.history_sent = False  #", "                pass  #"),)),
+    Bug("a cancelled plan stays scheduled", SCHEDULER, (("                sequence.num_scheduled -= item.num_tokens\n                sequence.token_source", "                sequence.token_source"),)),
+    Bug("a cancelled plan keeps its penalty counts", SCHEDULER, (("self._withdraw(plan.sequences, counted=True)", "self._withdraw(plan.sequences)"),)),
     Bug("penalty counts not rebuilt on resume", SEQUENCE, (("        self.started = self.history_sent = False\n", "        self.started = False\n"),)),
     Bug("prompt logprobs reported twice", SCHEDULER, (("            request.prompt_candidates.clear()", "            pass"),)),
     Bug("prompt logprobs off by one", SCHEDULER, (("request.prompt_token_ids[start + 1 : stop + 1]", "request.prompt_token_ids[start:stop]"),)),
@@ -199,19 +201,49 @@ BUGS = (
     Bug("a window leaves a block too many behind", MANAGER, (("table.num_released, position // self.block_size", "table.num_released, -(-position // self.block_size)"),)),
     Bug("a window is a token too short", ADMISSION, (("position - self._window + 1", "position - self._window + 2"),)),
     Bug("the longest prefix of another salt", "cupaged/policy.py", (("cache.cached_prefix(request.live[0].reusable, request.salt)", "cache.cached_prefix(request.live[0].reusable)"),)),
+    # ---- overlapped steps
+    Bug("the source is the sample before", LOOKAHEAD, (("promises.append((sequence, source))", "promises.append((sequence, max(0, source - 1)))"),)),
+    Bug("sources count sequences, not samples", LOOKAHEAD, (("first, first + len(item.samples)", "first, first + 1"),)),
+    Bug("sources shift past a dropped sequence", LOOKAHEAD, (
+        ("        source, first = first, first + len(item.samples)\n", ""),
+        ("            continue  # ended while the plan was in flight\n", "            continue  # ended while the plan was in flight\n        source, first = first, first + len(item.samples)\n"),
+    )),
+    Bug("a step beyond the longest answer", LOOKAHEAD, (("sequence.num_tokens + 1 < sequence.request.max_len", "sequence.num_tokens < sequence.request.max_len"),)),
+    Bug("beams are planned ahead", LOOKAHEAD, (("return item.num_candidates > 0 or forks", "return forks"),)),
+    Bug("a prompt goes on before its answers fork", LOOKAHEAD, (("forks = len(item.samples) > 1", "forks = False"),)),
+    Bug("bad words are looked for without the last token", LOOKAHEAD, (("any(len(word) > 1 for word in sequence.request.bad_words)", "False"),)),
+    Bug("a history is sent without the promised token", LOOKAHEAD, (("sequence.request.params.has_penalties and not sequence.history_sent", "False"),)),
+    Bug("swapped in before it is swapped out", LOOKAHEAD, (("    if len(plan.swap_out):\n", "    if False:\n"),)),
+    Bug("a promise is kept twice", SEQUENCE, (("        self.num_tokens += 1\n        self.token_source = -1\n", "        self.num_tokens += 1\n"),)),
+    Bug("a withdrawn run leaves its promise", SCHEDULER, (("                sequence.token_source = -1\n", ""),)),
+    Bug("a promised token is not counted for min_tokens", SEQUENCE, (("return self.num_promised - self.request.num_prompt", "return self.num_tokens - self.request.num_prompt"),)),
+    Bug("a promised token's position is that of the last one", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, i, sequence.num_tokens"),)),
+    Bug("no room is made for a promised token", SCHEDULER, (("start, sequence.num_promised)) is None", "start, sequence.num_tokens)) is None"),)),
+    Bug("a full pool goes on without the one that is stuck", SCHEDULER, (("                    draft.crowded = True\n", ""),)),
+    Bug("a draft that came to nothing stays scheduled", SCHEDULER, (("            self._withdraw(draft.items)\n            return None\n", "            return None\n"),)),
+    Bug("a draft that came to nothing costs its histories", SCHEDULER, (("            self._withdraw(draft.items)\n", "            self._withdraw(draft.items, counted=True)\n"),)),
+    Bug("an unread token is published", SCHEDULER, (
+        ("self.cache.commit(sequence.seq_id, sequence.tokens, sequence.num_computed, sequence.request.salt)", "self.cache.commit(sequence.seq_id, np.append(sequence.tokens, PROMISED), sequence.num_computed + sequence.num_scheduled, sequence.request.salt)"),
+    )),
+    Bug("the plan in flight is lost when the next one fails", STEPS, (("            while self._flying:\n                self._scheduler.cancel(self._flying.pop()[0])\n            raise\n", "            raise\n"),)),
+    Bug("plans are cancelled from the first", STEPS, (("self._scheduler.cancel(self._flying.pop()[0])", "self._scheduler.cancel(self._flying.pop(0)[0])"),)),
+    Bug("the latest plan is collected first", STEPS, (("            plan, pending = self._flying[0]\n", "            plan, pending = self._flying[-1]\n"),)),
+    Bug("what nobody waits for stays in flight", ENGINE, (("            self._steps.forget()\n", "            pass\n"),)),
+    Bug("the next plan waits for this one's tokens", STEPS, (("(self._scheduler.schedule, self._scheduler.schedule_ahead)[len", "(self._scheduler.schedule,)[len"),)),
+    Bug("a token with a value and a source is computed", BATCH, (("if ((token_ids == UNREAD) != (sources >= 0)).any():", "if False:"),)),
     # ---- batch, sampling, engine
     Bug("position off by one", BATCH, (("np.repeat(starts - query_start[:-1], lengths)", "np.repeat(starts - query_start[:-1] + (starts > 0), lengths)"),)),
     Bug("slot of the wrong block", BATCH, (("blocks.astype(np.int64) * plan.block_size + offset", "blocks.astype(np.int64) * plan.block_size + (offset + 1) % plan.block_size"),)),
     Bug("context ends a token early", BATCH, (("    context_lens = starts + lengths\n", "    context_lens = starts + np.maximum(lengths - 1, 1)\n"),)),
     Bug("the first row is sampled, not the last", BATCH, (("np.repeat(query_start[1:] - 1, samples)", "np.repeat(query_start[:-1], samples)"),)),
-    Bug("the generator's key is reused", SCHEDULER, (("request.seed, i, sequence.num_tokens", "request.seed, i, request.num_prompt"),)),
+    Bug("the generator's key is reused", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, i, request.num_prompt"),)),
     Bug("all requests share a seed", SAMPLER, (("[spec.seed for spec in specs]", "[0 for spec in specs]"),)),
     Bug("bans are forgotten", SAMPLER, (("return bias + [(token, -np.inf) for token in spec.banned]", "return bias"),)),
     Bug("min_tokens off by one", SEQUENCE, (("if self.num_output < self.request.params.min_tokens:", "if self.num_output + 1 < self.request.params.min_tokens:"),)),
     Bug("an answer one token too long", SEQUENCE, (("if self.num_tokens >= self.request.max_len:", "if self.num_tokens > self.request.max_len:"),)),
     Bug("a bad word of the prompt counts", SEQUENCE, (("        output = self.output_ids\n        for", "        output = self.tokens\n        for"),)),
     Bug("a stop string does not end the request", ENGINE, (("            if sequence.finish_reason is None:\n", "            if sequence.finish_reason is not None:\n"),)),
-    Bug("a failed step stays in flight", ENGINE, (("            self._scheduler.cancel(plan)\n", ""),)),
+    Bug("a failed step stays in flight", STEPS, (("            self._scheduler.cancel(plan)\n", ""),)),
     Bug("Ctrl-C in the middle of the bookkeeping", "cupaged/exclusive.py", (("            self._pressed = True\n", "            self._before[0](number, frame)\n"),)),
     Bug("a dropped stream ends in the middle of a step", "cupaged/stream.py", (("            self._forget()\n", "            self._abort()\n"),)),
     Bug("abort forgets the scheduler", ENGINE, (("            self._scheduler.abort(live.request)\n", '            for sequence in live.request.live:\n                sequence.finish_reason = "abort"\n'),)),

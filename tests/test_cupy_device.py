@@ -29,6 +29,7 @@ TYPES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.CublasLibrary]:
     skip_without_compiler()
     fake = fake_cupy.CublasLibrary()
+    fake_cupy.Stream.begin(monkeypatch)
     monkeypatch.setattr(cupy_device, "cupy", fake_cupy)
     monkeypatch.setattr(cupy_device, "cupyx", fake_cupy)
     monkeypatch.setattr(cupy_device, "load_library", lambda major: fake)
@@ -72,6 +73,34 @@ def test_a_mailbox_has_fixed_addresses_and_takes_what_fits() -> None:
     assert before == {name: array.data.ptr for name, array in mailbox.arrays.items()}
     with pytest.raises(BackendError, match="6 numbers of ids do not fit 5"):
         mailbox.post({"ids": np.zeros(6, np.int32)})
+
+
+def test_downloads_are_waited_for_alone() -> None:
+    device, x = CupyDevice(), np.arange(6, dtype=np.int32)
+    there = device.upload(x)
+    first = device.download_later(there[1:3])
+    device.fill(there, x + 10)
+    second = device.download_later(there.reshape(2, 3))
+    dropped = device.download_later(there)
+    assert device.download_later(device.empty((3, 0), np.float32)).wait().shape == (3, 0)
+    device.fill(there, x + 20)
+    behind = len(device._stream.queue)
+    assert first.wait().tolist() == [1, 2]
+    assert second.wait().tolist() == [[10, 11, 12], [13, 14, 15]]
+    assert len(device._stream.queue) == behind  # what was asked for after them is not waited for
+    del dropped
+    assert device.download(there).tolist() == (x + 20).tolist()
+    device.download_later(there)
+    assert len(device._coming) == 1
+
+
+def test_small_content_is_not_waited_for() -> None:
+    device = CupyDevice()
+    there = [device.empty((5,), np.int32) for _ in range(cupy_device.NUM_SMALL)]
+    for i, array in enumerate(there):
+        device.fill(array, np.full(5, i, np.int32))
+    assert len(device._stream.queue) == 2 * len(there)
+    assert [int(device.download(array)[0]) for array in there] == list(range(len(there)))
 
 
 def test_keys_and_values_in_8_bits_are_bytes() -> None:

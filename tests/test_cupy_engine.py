@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ PARAMS = [
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_compiler()
     library = fake_cupy.CublasLibrary()
+    fake_cupy.Stream.begin(monkeypatch)
     monkeypatch.setattr(cupy_device, "cupy", fake_cupy)
     monkeypatch.setattr(cupy_device, "cupyx", fake_cupy)
     monkeypatch.setattr(cupy_device, "load_library", lambda major: library)
@@ -45,6 +47,52 @@ def tokens(llm: LLM) -> list[list[list[int]]]:
 def test_the_same_tokens_as_the_reference(options: dict[str, Any]) -> None:
     expected = tokens(LLM(MODEL, device="reference", **ROOMY))
     assert tokens(LLM(MODEL, **{"device": "cuda", "dtype": "float32", **ROOMY, **options})) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
+def test_a_step_is_asked_for_while_the_one_before_is_computed(options: dict[str, Any]) -> None:
+    """The host waits for nothing between two steps: what the GPU has to do is all still there when it turns to the next."""
+    engine = LLM(MODEL, device="cuda", dtype="float32", **ROOMY, **options).engine
+    assert engine.config.overlap
+    device, submit = engine._runner._backend._device, engine._runner.submit
+    waits: list[int] = []
+
+    def watch(plan: Any) -> Any:
+        done: list[int] = []
+        for work in range(len(device._stream.queue)):
+            device._stream.queue[work] = lambda now=device._stream.queue[work]: (done.append(1), now())
+        late = submit(plan)
+        if any(item.token_source >= 0 for item in plan.sequences):
+            waits.append(len(done))
+        return late
+
+    engine._runner.submit = watch  # type: ignore[method-assign]
+    for params in PARAMS[:2]:
+        engine.add_request(PROMPTS[1], replace(params, prompt_logprobs=None))
+    while engine.has_unfinished():
+        engine.step()
+    assert len(waits) >= 5
+    assert not any(waits[2:])  # the first ones make what is kept
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_fault_while_steps_overlap_leaves_an_engine_that_works(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    llm = LLM(MODEL, device="cuda", dtype="float32", overlap=overlap, **ROOMY)
+    expected = tokens(llm)
+    kept, calls = CupyDevice.launch, 0
+
+    def launch(self: CupyDevice, work: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 100:
+            raise BackendError("CUDA: for once")
+        kept(self, work)
+
+    monkeypatch.setattr(CupyDevice, "launch", launch)
+    with pytest.raises(BackendError, match="for once"):
+        tokens(llm)
+    llm.engine._scheduler.check_invariants()
+    assert tokens(llm) == expected
 
 
 def test_beams_and_a_16_bit_checkpoint() -> None:

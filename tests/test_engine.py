@@ -14,8 +14,15 @@ from cupaged.errors import RequestError
 from cupaged.outputs import RequestOutput
 from cupaged.params import SamplingParams
 from cupaged.step_plan import StepPlan, StepRecord
+from tests.support import scripted
 from tests.support.integer_model import IntegerModel, expected_output
 from tests.support.scripted import EOS, ScriptedModel, finish, make_engine
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["one by one", "overlapped"])
+def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setitem(scripted.DEFAULTS, "overlap", request.param)
+    return request.param
 
 
 def answer(script: list[int], pieces: list[str], **params: object) -> RequestOutput:

@@ -1,5 +1,6 @@
 """Random lives of the scheduler on the exact integer model: adds, forks, follow-ups, aborts, cancelled and overlapping
-plans, tiny pools, with and without the prefix cache.
+plans, tiny pools, with and without the prefix cache. Plans are made one after the other, or ahead of the tokens of the one
+in flight, and computed as late as possible, or in between.
 
 After every operation every count must be explained; at the end every answer must be the one that an unlimited pool
 gives, bit for bit. Free blocks are poisoned as soon as they are free, so a stale read shows at once.
@@ -26,7 +27,7 @@ from cupaged.cache.eviction import POLICIES
 from cupaged.errors import RequestError
 from cupaged.sequence import Request
 from cupaged.step_plan import StepPlan
-from tests.support.integer_model import IntegerModel, expected_beams, expected_output
+from tests.support.integer_model import IntegerModel, LateOutput, expected_beams, expected_output
 from tests.support.requests import make_beam_request, make_request, make_scheduler
 
 BLOCK_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 37, 256]))
@@ -42,9 +43,19 @@ class EndsOften(frozenset):
         return 1
 
 
+class NothingToDo(LateOutput):
+    """Of a plan without sequences, which nobody runs."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan, self.output = plan, None
+
+    def collect(self) -> None:
+        return None
+
+
 class SchedulerLife(RuleBasedStateMachine):
     # over all lives: a run without any would prove little
-    preemptions = copies = found = evictions = merges = searches = swaps = 0
+    preemptions = copies = found = evictions = merges = searches = swaps = ahead = dropped = 0
 
     @initialize(
         block_size=BLOCK_SIZES,
@@ -54,13 +65,15 @@ class SchedulerLife(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         eviction=st.sampled_from(sorted(POLICIES)),
         queue=st.sampled_from(["fcfs", "fcfs", "lpm", "dfs"]),
-        preemption=st.sampled_from(["recompute", "swap", "auto"]),
+        preemption=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         window=st.sampled_from([0, 0, 1, 3, 8]),
+        overlap=st.booleans(),
     )
     def start(
         self, block_size: int, capacity: int, max_seqs: int, extra_budget: int, prefix_cache: bool, eviction: str, queue: str,
-        preemption: str, window: int,
+        preemption: str, window: int, overlap: bool,
     ) -> None:
+        self.overlap = overlap
         num_blocks = -(-capacity // block_size)
         self.block_size, self.num_blocks = block_size, num_blocks
         self.max_seqs, self.budget = max_seqs, max_seqs + extra_budget
@@ -70,7 +83,7 @@ class SchedulerLife(RuleBasedStateMachine):
         )
         self.model = IntegerModel(num_blocks, block_size, window)
         self.requests: list[Request] = []
-        self.in_flight: list[StepPlan] = []
+        self.in_flight: list[LateOutput] = []
 
     @rule(
         lengths=st.lists(st.integers(1, 12), min_size=2, max_size=6),
@@ -78,10 +91,11 @@ class SchedulerLife(RuleBasedStateMachine):
         token=st.integers(0, 3),
         n=st.sampled_from([1, 1, 1, 2, 3, 5]),
         salt=st.sampled_from(["", "", "other"]),
+        ends=st.booleans(),
     )
-    def add(self, lengths: list[int], max_tokens: int, token: int, n: int, salt: str) -> None:
+    def add(self, lengths: list[int], max_tokens: int, token: int, n: int, salt: str, ends: bool) -> None:
         for length in lengths:
-            self.add_one([token + i % 2 for i in range(length)], max_tokens, n, salt)
+            self.add_one([token + i % 2 for i in range(length)], max_tokens, n, salt, ends)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), extra=st.lists(st.integers(0, 3), max_size=3), max_tokens=st.integers(1, 8))
@@ -91,8 +105,10 @@ class SchedulerLife(RuleBasedStateMachine):
         tokens = request.sequences[0].tokens.tolist()
         self.add_one(tokens[: data.draw(st.integers(1, len(tokens)))] + extra, max_tokens, 1, request.salt)
 
-    def add_one(self, prompt: list[int], max_tokens: int, n: int, salt: str) -> None:
-        self.queue(make_request(str(len(self.requests)), prompt, max_tokens, n=n, salt=salt))
+    def add_one(self, prompt: list[int], max_tokens: int, n: int, salt: str, ends: bool = False) -> None:
+        request = make_request(str(len(self.requests)), prompt, max_tokens, n=n, salt=salt)
+        request.eos_ids = EndsOften() if ends else frozenset()
+        self.queue(request)
 
     @rule(
         length=st.integers(1, 12),
@@ -122,23 +138,55 @@ class SchedulerLife(RuleBasedStateMachine):
     @precondition(lambda self: len(self.in_flight) < 2)
     @rule()
     def plan(self) -> None:
-        plan = self.scheduler.schedule()
+        self.submit(self.scheduler.schedule())
+
+    @precondition(lambda self: len(self.in_flight) == 1)
+    @rule()
+    def plan_ahead(self) -> None:
+        plan = self.scheduler.schedule_ahead()
+        if plan is not None:
+            assert plan.sequences
+            assert not plan.preempted
+            self.submit(plan)
+            SchedulerLife.ahead += sum(item.token_source >= 0 for item in plan.sequences)
+
+    def submit(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self.budget
         assert self.scheduler.num_running_sequences <= self.max_seqs
-        self.in_flight.append(plan)
+        self.in_flight.append(self.model.submit(plan) if plan.sequences else NothingToDo(plan))
         SchedulerLife.preemptions += len(plan.preempted)
+
+    @precondition(lambda self: self.model.submitted)
+    @rule()
+    def compute(self) -> None:
+        self.model.compute_next()
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def finish_step(self) -> None:
-        plan = self.in_flight.pop(0)
-        self.scheduler.apply(plan, self.model.run(plan) if plan.sequences else None)
+        late = self.in_flight.pop(0)
+        SchedulerLife.dropped += sum(item.token_source >= 0 and item.seq_id not in self.scheduler._live for item in late.plan.sequences)
+        self.scheduler.apply(late.plan, late.collect())
         self.model.poison(self.scheduler.cache)
 
     @precondition(lambda self: self.in_flight)
     @rule()
     def cancel(self) -> None:
-        self.scheduler.cancel(self.in_flight.pop())
+        """The latest plan never gets to the device."""
+        late = self.in_flight[-1]
+        if late.output is None and late in self.model.submitted[-1:]:
+            self.model.submitted.pop()
+            self.in_flight.pop()
+            self.scheduler.cancel(late.plan)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def cancel_all(self) -> None:
+        """Something goes wrong with plans that the device has already got: it may compute them all the same, sooner or later."""
+        while self.in_flight:
+            late = self.in_flight.pop()
+            late.abandoned = True
+            self.scheduler.cancel(late.plan)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), whole=st.booleans())
@@ -151,16 +199,18 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        if not self.in_flight:
-            self.scheduler.cache.reset_prefix_cache()
-            self.model.poison(self.scheduler.cache)
+        self.scheduler.cache.reset_prefix_cache()
+        self.model.poison(self.scheduler.cache)
 
-    @rule(steps=st.integers(1, 20))
-    def run_on(self, steps: int) -> None:
-        while self.in_flight:
+    @rule(steps=st.integers(1, 20), ahead=st.booleans())
+    def run_on(self, steps: int, ahead: bool) -> None:
+        while len(self.in_flight) > 1:
             self.finish_step()
         for _ in range(steps):
-            self.plan()
+            if not self.in_flight:
+                self.plan()
+            if ahead:
+                self.plan_ahead()
             self.scheduler.check_invariants()
             self.finish_step()
             self.scheduler.check_invariants()
@@ -178,8 +228,13 @@ class SchedulerLife(RuleBasedStateMachine):
         for _ in range(5000):
             if not self.scheduler.has_unfinished():
                 break
-            self.plan()
-            assert self.in_flight[0].sequences, "nothing runs although something waits"
+            if not self.in_flight:
+                self.plan()
+                assert self.in_flight[0].plan.sequences, "nothing runs although something waits"
+            if self.overlap:
+                self.plan_ahead()
+            self.finish_step()
+        while self.in_flight:
             self.finish_step()
         assert not self.scheduler.has_unfinished(), "somebody starves"
         assert self.scheduler.cache.num_free == self.num_blocks
@@ -188,6 +243,7 @@ class SchedulerLife(RuleBasedStateMachine):
             if request.beam is not None:
                 continue
             expected = expected_output(request.prompt_token_ids, request.params.max_tokens, sequence.index, self.model.window)
+            expected = expected[: next((i + 1 for i, token in enumerate(expected) if token in request.eos_ids), len(expected))]
             got = sequence.output_ids.tolist()
             assert got == expected[: len(got)]
             assert sequence.finish_reason == "abort" or len(got) == len(expected)
@@ -206,7 +262,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("examples", [pytest.param(150, id="ci"), pytest.param(3000, id="long", marks=pytest.mark.slow)])
 def test_every_life_ends_with_the_right_answers(examples: int) -> None:
-    counted = ("preemptions", "copies", "found", "evictions", "merges", "searches", "swaps")
+    counted = ("preemptions", "copies", "found", "evictions", "merges", "searches", "swaps", "ahead", "dropped")
     for name in counted:
         setattr(SchedulerLife, name, 0)
     run_state_machine_as_test(

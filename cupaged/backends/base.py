@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cupaged.backends.download import Download
 from cupaged.tensor_source import TensorSource
 
 Array = Any
@@ -126,6 +127,8 @@ class Backend(Protocol):
     name: str
     activations: np.dtype[Any]
     """The type of the forward pass's arrays; logits are float32."""
+    asynchronous: bool
+    """Whether it computes while the host goes on."""
 
     batch_invariant: bool
     """Whether a row's results are the same bits in any company, chunks and number of threads, always and without a price."""
@@ -144,18 +147,25 @@ class Backend(Protocol):
         """A host array with the content of a device array; waits for the operations that write it."""
         ...
 
+    def download_later(self, array: Array) -> Download:
+        """The same without waiting; operations that are asked for later may overwrite the array."""
+        ...
+
     def memory(self) -> tuple[int, int] | None:
         """(free, total) bytes of the device's own memory; None where it computes in the host's."""
         ...
 
     # ---- steps
 
-    def new_batch(self, limits: BatchLimits) -> Batch:
-        """Memory for the rows of one step, at fixed addresses."""
+    def new_batch(self, limits: BatchLimits, chosen: Array | None = None) -> Batch:
+        """Memory for the rows of one step, at fixed addresses. `chosen` int32 [any]: where steps may find tokens."""
         ...
 
-    def set_batch(self, batch: Batch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
-        """Give a batch the rows of the next step; token_ids int32 [T].
+    def set_batch(
+        self, batch: Batch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch, sources: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        """Give a batch the rows of the next step; token_ids int32 [T]. Where sources[t] (int32 [T]) is not negative, row t's
+        token is what chosen[sources[t]] will hold when the step runs.
 
         Everything is checked here, so that no operation has to: raises InvariantError, and leaves the batch as it was,
         for a number outside the limits, or a context that its block table does not cover.
@@ -256,8 +266,8 @@ class Backend(Protocol):
         """Rebuild the penalty counts of a row."""
         ...
 
-    def sample(self, logits: Array, batch: SamplingBatch) -> Array:
-        """Choose one token a row; logits [R, V] are destroyed; returns int32 [R] on the device.
+    def sample(self, logits: Array, batch: SamplingBatch, out: Array | None = None) -> Array:
+        """Choose one token a row; logits [R, V] are destroyed; returns int32 [R] on the device: `out`, if given.
 
         In this order: bias (logit_bias, bans), penalties, temperature, min_p, top_k, top_p, then the inverse CDF over
         the kept tokens in token-id order with one uniform number from Philox4x32-10 (key = seed,
@@ -289,5 +299,3 @@ class Backend(Protocol):
         """Copy whole blocks over all layers between two (key, value) stores, the pool and the swap space, either way;
         pairs int32 [n, 2] (block of `source`, block of `target`), targets distinct."""
         ...
-
-

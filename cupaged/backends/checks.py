@@ -46,6 +46,21 @@ def check_block_pairs(pairs: npt.NDArray[np.int32], num_sources: int, num_target
         raise InvariantError("a block is both the source and the target of copies")
 
 
+def fill_tokens(token_ids: npt.NDArray[np.int32], sources: npt.NDArray[np.int32] | None, chosen: npt.NDArray[np.int32] | None) -> npt.NDArray[np.int32]:
+    """The tokens of Backend.set_batch where the chosen ones are there already. Raises InvariantError for a source that is not."""
+    if sources is None:
+        return token_ids
+    check_sources(token_ids, sources, 0 if chosen is None else len(chosen))
+    return token_ids if chosen is None else np.where(sources >= 0, chosen[sources], token_ids)
+
+
+def check_sources(token_ids: npt.NDArray[np.int32], sources: npt.NDArray[np.int32], num_chosen: int) -> None:
+    """Raises InvariantError for sources that are not there."""
+    if sources.shape != token_ids.shape:
+        raise InvariantError(f"{len(sources)} sources for {len(token_ids)} tokens")
+    check_within("token source", sources, -1, num_chosen)
+
+
 def check_batch(limits: BatchLimits, token_ids: npt.NDArray[np.int32], batch: AttentionBatch) -> None:
     """Raise InvariantError for a step that is larger than the limits or points outside of what they bound."""
     rows, sequences = len(token_ids), len(batch.context_lens)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from cupaged.backends import cpu_cache, cpu_gemm, cpu_matrix, cpu_paged_attention, cpu_rows, cpu_sampling, sampling
 from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
-from cupaged.backends.checks import check_block_pairs, check_within
+from cupaged.backends.checks import check_block_pairs, check_within, fill_tokens
 from cupaged.backends.cpu_batch import CpuBatch
 from cupaged.backends.cpu_formats import FORMATS
 from cupaged.backends.cpu_jit import OperationKernel
@@ -26,6 +26,7 @@ from cupaged.backends.cpu_kv_numbers import kind_of
 from cupaged.backends.cpu_matrix import PackedMatrix
 from cupaged.backends.cpu_program import KERNEL, Crew, Words, aligned, float_word, operation
 from cupaged.backends.cpu_threads import Team, usable_cores
+from cupaged.backends.download import Arrived, put
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
@@ -59,6 +60,7 @@ class CpuBackend:
     name = "cpu"
     activations = np.dtype(np.float32)
     batch_invariant = True
+    asynchronous = False
 
     def __init__(self, threads: int | None = None, dtype: str = "auto", kv_dtype: str = "auto") -> None:
         self.threads = threads or usable_cores()
@@ -81,16 +83,19 @@ class CpuBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
 
+    def download_later(self, array: npt.NDArray[Any]) -> Arrived:
+        return Arrived(array)
+
     def memory(self) -> None:
         return None
 
     # ---- steps
 
-    def new_batch(self, limits: BatchLimits) -> CpuBatch:
-        return CpuBatch(limits, self.threads)
+    def new_batch(self, limits: BatchLimits, chosen: I32 | None = None) -> CpuBatch:
+        return CpuBatch(limits, self.threads, chosen)
 
-    def set_batch(self, batch: CpuBatch, token_ids: I32, attention: AttentionBatch) -> None:
-        batch.set(token_ids, attention)
+    def set_batch(self, batch: CpuBatch, token_ids: I32, attention: AttentionBatch, sources: I32 | None = None) -> None:
+        batch.set(fill_tokens(token_ids, sources, batch.chosen), attention)
 
     def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
         record = _Record()
@@ -234,8 +239,8 @@ class CpuBackend:
     def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
         self._counts.set_history(row_id, prompt_ids, output_ids)
 
-    def sample(self, logits: F32, batch: SamplingBatch) -> I32:
-        return cpu_sampling.sample(logits, batch, self._counts, self._team)
+    def sample(self, logits: F32, batch: SamplingBatch, out: I32 | None = None) -> I32:
+        return put(cpu_sampling.sample(logits, batch, self._counts, self._team), out)
 
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return cpu_sampling.token_logprobs(logits, token_ids, k, self._team)

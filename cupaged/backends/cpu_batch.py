@@ -42,8 +42,8 @@ class CpuBatch:
     token_ids   int32 [limits.rows]
     """
 
-    def __init__(self, limits: BatchLimits, threads: int) -> None:
-        self.limits = limits
+    def __init__(self, limits: BatchLimits, threads: int, chosen: I32 | None = None) -> None:
+        self.limits, self.chosen = limits, chosen
         self._threads = threads
         self.rows = 0
         """Rows of the step."""

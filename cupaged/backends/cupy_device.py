@@ -18,6 +18,7 @@ import numpy.typing as npt
 import kernels_cu
 from cupaged.backends.cublas import Cublas, load_library
 from cupaged.backends.device import Graph, Mailbox
+from cupaged.backends.download import Coming
 from cupaged.backends.launch import Launch, Variant
 from cupaged.errors import BackendError
 
@@ -38,6 +39,10 @@ OLDEST = (8, 0)
 STAGE_BYTES = 8 << 20
 """A pinned buffer that host memory is copied through: twice so much is pinned."""
 
+SMALL_BYTES, NUM_SMALL = 16 << 10, 64
+"""Pinned buffers for small content. The parameters of two steps fit in so many: the host never waits for the first of them
+while it asks for the second."""
+
 PLAIN_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may have without asking."""
 
@@ -54,6 +59,7 @@ class CupyDevice:
     """
 
     name = "cuda"
+    asynchronous = True
 
     def __init__(self, index: int = 0) -> None:
         if cupy is None:
@@ -63,9 +69,10 @@ class CupyDevice:
         self.multiprocessors = int(self._device.attributes["MultiProcessorCount"])
         self._kernels: dict[tuple[Variant, int], Any] = {}
         self._capturing = False
+        self._coming: list[Coming] = []  # for those that nobody waits for: their memory must stay, too
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._stage = _Stage(self._stream)
+            self._stage, self._small = _Stage(self._stream, 2, STAGE_BYTES), _Stage(self._stream, NUM_SMALL, SMALL_BYTES)
             workspace = (32 if self.capability >= (9, 0) else 4) << 20
             self._workspace = self.empty((workspace,), np.uint8)
             library = load_library(cupy.cuda.runtime.runtimeGetVersion() // 1000)
@@ -121,13 +128,25 @@ class CupyDevice:
     def fill(self, target: Array, content: npt.NDArray[Any]) -> None:
         self._not_in_a_graph("uploads")
         with self._on():
-            self._stage.copy(target.data.ptr, np.ascontiguousarray(content))
+            stage = self._small if content.nbytes <= SMALL_BYTES else self._stage
+            stage.copy(target.data.ptr, np.ascontiguousarray(content))
 
     def download(self, array: Array) -> npt.NDArray[Any]:
         self._not_in_a_graph("downloads")
         with self._on():
             host: npt.NDArray[Any] = array.get(stream=self._stream)
             return host
+
+    def download_later(self, array: Array) -> Coming:
+        self._not_in_a_graph("downloads")
+        with self._on():
+            self._coming = [download for download in self._coming if not download.event.done]
+            memory, event = cupyx.empty_pinned((max(array.nbytes, 1),), np.uint8), cupy.cuda.Event(disable_timing=True)
+            pinned = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
+            array.get(stream=self._stream, out=pinned, blocking=False)
+            event.record(self._stream)
+            self._coming.append(Coming(pinned, event, self._on))
+        return self._coming[-1]
 
     def peek(self, array: Array) -> None:
         return None
@@ -230,20 +249,20 @@ class CupyMailbox:
 
 
 class _Stage:
-    """Host memory to the GPU through two pinned buffers: one is filled while the other travels."""
+    """Host memory to the GPU through a few pinned buffers: one is filled while the others travel."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._pinned = [cupyx.empty_pinned((STAGE_BYTES,), np.uint8) for _ in range(2)]
-        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+    def __init__(self, stream: Any, count: int, size: int) -> None:
+        self._stream, self._size = stream, size
+        self._pinned = [cupyx.empty_pinned((size,), np.uint8) for _ in range(count)]
+        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(count)]
         self._turn = 0
 
     def copy(self, target: int, content: npt.NDArray[Any]) -> None:
         """`content`, contiguous, to the address `target`; it may change afterwards."""
         source = content.reshape(-1).view(np.uint8)
-        for start in range(0, source.nbytes, STAGE_BYTES):
-            piece = source[start : start + STAGE_BYTES]
-            turn, self._turn = self._turn, 1 - self._turn
+        for start in range(0, source.nbytes, self._size):
+            piece = source[start : start + self._size]
+            turn, self._turn = self._turn, (self._turn + 1) % len(self._pinned)
             self._sent[turn].synchronize()
             self._pinned[turn][: piece.nbytes] = piece
             cupy.cuda.runtime.memcpyAsync(

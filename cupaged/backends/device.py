@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from cupaged.backends.download import Download
 from cupaged.backends.launch import Launch
 
 Array = Any
@@ -45,6 +46,8 @@ class Device(Protocol):
     name: str
     capability: tuple[int, int]
     """The architecture whose kernels it runs: (9, 0) is sm_90."""
+    asynchronous: bool
+    """Whether it works while the host goes on."""
     multiprocessors: int
     """How many blocks of a kernel that takes a whole multiprocessor run at once."""
 
@@ -74,6 +77,10 @@ class Device(Protocol):
 
     def download(self, array: Array) -> npt.NDArray[Any]:
         """A host array with the content of a device array; waits for everything asked for before."""
+        ...
+
+    def download_later(self, array: Array) -> Download:
+        """The same without waiting; what is asked for later may overwrite the device array."""
         ...
 
     def peek(self, array: Array) -> npt.NDArray[Any] | None:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 import kernels_cu
 from cupaged.backends import emu
+from cupaged.backends.download import Arrived
 from cupaged.backends.launch import Launch, Variant
 from cupaged.errors import BackendError
 
@@ -52,6 +53,7 @@ class EmuDevice:
 
     name = "emu"
     capability = (8, 0)
+    asynchronous = False
     multiprocessors = 2
 
     def __init__(self, mode: emu.Mode = "fast", schedule: emu.Schedule = "forward", seed: int = 0) -> None:
@@ -90,6 +92,10 @@ class EmuDevice:
     def download(self, array: Array) -> Array:
         self._not_in_a_graph("downloads")
         return array
+
+    def download_later(self, array: Array) -> Arrived:
+        self._not_in_a_graph("downloads")
+        return Arrived(array)
 
     def peek(self, array: Array) -> Array | None:
         return array

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends.base import Array, AttentionBatch, BatchLimits
-from cupaged.backends.checks import check_batch
+from cupaged.backends.checks import check_batch, check_sources
 from cupaged.backends.device import Device
 from cupaged.backends.split_plan import SplitPlan, largest_plan, plan_decode
 from cupaged.errors import InvariantError
@@ -26,9 +26,11 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRows:
-    """One step on the device. `plan` is that of its decode rows, None where no kernel wants one."""
+    """One step on the device. `sources`: see Backend.set_batch; None where the batch has no chosen tokens. `plan` is that of
+    its decode rows, None where no kernel wants one."""
 
     token_ids: Array
+    sources: Array | None
     attention: AttentionBatch
     plan: SplitPlan | None
 
@@ -43,17 +45,19 @@ class DeviceBatch:
 
     num_shares   blocks of the grid that decode rows are planned for; None: no plan
     graphs       whether steps of decode rows only are filled up to the lanes of a graph
+    chosen       int32 [any] on the device: tokens that a step may take, see Backend.set_batch
     """
 
-    def __init__(self, device: Device, limits: BatchLimits, num_shares: int | None, graphs: bool) -> None:
-        self.limits, self._num_shares = limits, num_shares
+    def __init__(self, device: Device, limits: BatchLimits, num_shares: int | None, graphs: bool, chosen: Array | None = None) -> None:
+        self.limits, self._num_shares, self.chosen = limits, num_shares, chosen
         self.scratch: dict[str, Array] = {}
         """Memory that kernels of the step share, by name."""
         self._most_lanes = min(limits.rows, limits.sequences) if graphs else 0
         self._rows: DeviceRows | None = None
         self.lanes: int | None = None
         """Rows of the graph for the step that was set last; None: there is none for it."""
-        self._mailbox = device.mailbox(_sizes(limits, num_shares))
+        sizes = _sizes(limits, num_shares) | ({} if chosen is None else {"sources": (limits.rows, np.int32)})
+        self._mailbox = device.mailbox(sizes)
 
     @property
     def rows(self) -> DeviceRows:
@@ -62,9 +66,11 @@ class DeviceBatch:
             raise InvariantError("a batch is used before it was set")
         return self._rows
 
-    def set(self, token_ids: I32, attention: AttentionBatch) -> None:
+    def set(self, token_ids: I32, attention: AttentionBatch, sources: I32 | None = None) -> None:
         """See Backend.set_batch."""
-        check_batch(self.limits, token_ids, attention)
+        if sources is not None:
+            check_sources(token_ids, sources, 0 if self.chosen is None else len(self.chosen))
+        check_batch(self.limits, token_ids if sources is None else np.where(sources < 0, token_ids, 0), attention)
         of_graph = len(token_ids) == attention.num_decode == len(attention.context_lens) <= self._most_lanes
         self.lanes = lanes_for(len(token_ids), self._most_lanes) if of_graph else None
         if self.lanes is not None:
@@ -72,17 +78,22 @@ class DeviceBatch:
         plan = None
         if self._num_shares is not None and attention.num_decode:
             plan = plan_decode(attention.context_lens[: attention.num_decode], self.limits.num_kv_heads, self._num_shares, self.limits.window)
-        self._post(token_ids, attention, plan)
+        self._post(token_ids, sources, attention, plan)
 
-    def _post(self, token_ids: I32, attention: AttentionBatch, plan: SplitPlan | None) -> None:
+    def _post(self, token_ids: I32, sources: I32 | None, attention: AttentionBatch, plan: SplitPlan | None) -> None:
         names = ("positions", "slots", "block_tables", "query_start", "context_lens")
         content = {"token_ids": token_ids} | {name: getattr(attention, name) for name in names}
+        if self.chosen is not None:
+            content["sources"] = np.full_like(token_ids, -1)  # a graph looks in any case, in padded lanes too
+            if sources is not None:
+                content["sources"][: len(sources)] = sources
         if plan is not None:
             content |= {"items": plan.items, "item_start": plan.item_start, "part_start": plan.part_start}
         self._mailbox.post({name: values.reshape(-1) for name, values in content.items()})
         there = {name: self._mailbox.arrays[name][: values.size].reshape(values.shape) for name, values in content.items()}
         self._rows = DeviceRows(
             there["token_ids"],
+            there.get("sources"),
             AttentionBatch(**{name: there[name] for name in names}, num_decode=attention.num_decode, max_context=attention.max_context),
             None if plan is None else SplitPlan(there["items"], there["item_start"], there["part_start"]),
         )

@@ -24,7 +24,7 @@ class KernelSampler:
     def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
         self._counts.set_history(row_id, prompt_ids, output_ids)
 
-    def sample(self, logits: Array, batch: SamplingBatch) -> Array:
+    def sample(self, logits: Array, batch: SamplingBatch, out: Array | None = None) -> Array:
         device, (num_rows, vocab_size) = self._device, logits.shape
         check_batch(batch, num_rows, vocab_size)
         self._counts.prepare(batch.row_ids[batch.penalised], vocab_size)
@@ -35,7 +35,7 @@ class KernelSampler:
             counts = {"output_counts": self._counts.outputs, "in_prompt": self._counts.in_prompt}
             device.launch(specs.ADJUST_LOGITS.bind(logits=logits, penalised=penalised, row_ids=row_ids, **counts, **adjust))
         choose = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "indices")
-        tokens = device.empty((num_rows,), np.int32)
+        tokens = device.empty((num_rows,), np.int32) if out is None else out
         device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=tokens, **{name: device.upload(getattr(batch, name)) for name in choose}))
         self._check(tokens)
         if batch.penalised.any():

@@ -28,6 +28,15 @@ GATHER_ROWS = KernelSpec(
     grid="count, ceil_div(width, 1024)", block=256,
 )  # fmt: skip
 
+FILL_TOKENS = KernelSpec(
+    "fill_tokens", "tokens that the step before has chosen, and that the host has not read yet, are put into this one",
+    read("sources", "int32", "rows"),
+    read("chosen", "int32", "num_chosen"),
+    write("token_ids", "int32", "rows"),
+    scalar("rows"),
+    grid="ceil_div(rows, 128)", block=128,
+)  # fmt: skip
+
 RMS_NORM = KernelSpec(
     "rms_norm", "out = x / sqrt(mean(x^2) + eps) * weight",
     read("x", "ACT_T", "rows, width"),

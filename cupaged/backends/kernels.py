@@ -19,6 +19,7 @@ from cupaged.backends import kernel_specs as specs
 from cupaged.backends.base import Array, AttentionBatch, BatchLimits, SamplingBatch
 from cupaged.backends.checks import check_block_pairs, check_within
 from cupaged.backends.device import Device
+from cupaged.backends.download import Download
 from cupaged.backends.kernel_attention import KernelAttention
 from cupaged.backends.kernel_batch import DeviceBatch
 from cupaged.backends.kernel_graphs import ForwardGraphs
@@ -54,7 +55,7 @@ class KernelBackend:
     def __init__(
         self, device: Device, dtype: npt.DTypeLike = np.float32, kv_dtype: npt.DTypeLike | None = None, *, graphs: bool = True
     ) -> None:
-        self.name = device.name
+        self.name, self.asynchronous = device.name, device.asynchronous
         self._device = device
         self.activations = self._dtype = np.dtype(dtype)
         self._kv_dtype = self._dtype if kv_dtype is None else np.dtype(kv_dtype)
@@ -78,16 +79,21 @@ class KernelBackend:
     def download(self, array: Array) -> npt.NDArray[Any]:
         return self._device.download(array)
 
+    def download_later(self, array: Array) -> Download:
+        return self._device.download_later(array)
+
     def memory(self) -> tuple[int, int] | None:
         return self._device.memory()
 
     # ---- steps
 
-    def new_batch(self, limits: BatchLimits) -> DeviceBatch:
-        return DeviceBatch(self._device, limits, self._attention.num_shares(limits), self._graphs)
+    def new_batch(self, limits: BatchLimits, chosen: Array | None = None) -> DeviceBatch:
+        return DeviceBatch(self._device, limits, self._attention.num_shares(limits), self._graphs, chosen)
 
-    def set_batch(self, batch: DeviceBatch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch) -> None:
-        batch.set(token_ids, attention)
+    def set_batch(
+        self, batch: DeviceBatch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch, sources: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        batch.set(token_ids, attention, sources)
         self._batch = batch
 
     def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
@@ -131,7 +137,10 @@ class KernelBackend:
     # ---- the forward pass
 
     def embedding(self, table: DeviceMatrix, batch: DeviceBatch, out: Array) -> None:
-        self._run(specs.GATHER_ROWS, table=table.weight, rows=batch.rows.token_ids, out=out)
+        rows = batch.rows
+        if batch.chosen is not None:
+            self._run(specs.FILL_TOKENS, sources=rows.sources, chosen=batch.chosen, token_ids=rows.token_ids)
+        self._run(specs.GATHER_ROWS, table=table.weight, rows=rows.token_ids, out=out)
 
     def linear(self, x: Array, matrix: DeviceMatrix, out: Array) -> None:
         self._product(x, matrix, out, add=False)
@@ -185,8 +194,8 @@ class KernelBackend:
     def set_history(self, row_id: int, prompt_ids: npt.NDArray[np.int32], output_ids: npt.NDArray[np.int32]) -> None:
         self._sampler.set_history(row_id, prompt_ids, output_ids)
 
-    def sample(self, logits: Array, batch: SamplingBatch) -> Array:
-        return self._sampler.sample(logits, batch)
+    def sample(self, logits: Array, batch: SamplingBatch, out: Array | None = None) -> Array:
+        return self._sampler.sample(logits, batch, out)
 
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
         return self._sampler.token_logprobs(logits, token_ids, k)

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from cupaged.backends import sampling
 from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
-from cupaged.backends.checks import check_batch, check_block_pairs, check_within
+from cupaged.backends.checks import check_batch, check_block_pairs, check_within, fill_tokens
+from cupaged.backends.download import Arrived, put
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
@@ -26,11 +27,12 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass
 class ReferenceBatch:
-    """The last step that was set."""
+    """The last step that was set; `chosen`: see Backend.new_batch."""
 
     limits: BatchLimits
     token_ids: I32
     attention: AttentionBatch | None = None
+    chosen: I32 | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class ReferenceBackend:
     name = "reference"
     activations = np.dtype(np.float32)
     batch_invariant = False  # BLAS sums a row in an order that depends on how many there are
+    asynchronous = False
 
     def __init__(self) -> None:
         self._counts = sampling.TokenCounts()
@@ -65,15 +68,19 @@ class ReferenceBackend:
     def download(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
 
+    def download_later(self, array: npt.NDArray[Any]) -> Arrived:
+        return Arrived(array)
+
     def memory(self) -> None:
         return None
 
     # ---- steps
 
-    def new_batch(self, limits: BatchLimits) -> ReferenceBatch:
-        return ReferenceBatch(limits, np.empty(0, np.int32))
+    def new_batch(self, limits: BatchLimits, chosen: I32 | None = None) -> ReferenceBatch:
+        return ReferenceBatch(limits, np.empty(0, np.int32), chosen=chosen)
 
-    def set_batch(self, batch: ReferenceBatch, token_ids: I32, attention: AttentionBatch) -> None:
+    def set_batch(self, batch: ReferenceBatch, token_ids: I32, attention: AttentionBatch, sources: I32 | None = None) -> None:
+        token_ids = fill_tokens(token_ids, sources, batch.chosen)
         check_batch(batch.limits, token_ids, attention)
         batch.token_ids, batch.attention = token_ids, attention
 
@@ -189,8 +196,8 @@ class ReferenceBackend:
     def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
         self._counts.set_history(row_id, prompt_ids, output_ids)
 
-    def sample(self, logits: F32, batch: SamplingBatch) -> I32:
-        return sampling.sample(logits, batch, self._counts)
+    def sample(self, logits: F32, batch: SamplingBatch, out: I32 | None = None) -> I32:
+        return put(sampling.sample(logits, batch, self._counts), out)
 
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return sampling.token_logprobs(logits, token_ids, k)

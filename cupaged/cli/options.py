@@ -74,6 +74,7 @@ ENGINE_OPTIONS = (
     _option("--swap-space", type=memory_size, metavar="SIZE", help="Host memory for swapping (default 1GiB)."),
     _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
     _option("--gpu-memory-utilization", type=float, help="Share of the GPU's memory for weights and pool (default 0.9)."),
+    _option("--overlap/--no-overlap", help="Plan a step while the one before is computed (default on a GPU)."),
     _option("--enforce-eager/--no-enforce-eager", help="GPU, emu: launch a decode step's kernels one by one, not as one graph."),
     _option("--batch-invariant/--no-batch-invariant", help="Insist on logits that are the same bits in any batch; the CPU's are, at no cost."),
 )

@@ -11,13 +11,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cupaged.backends.base import AttentionBatch
 from cupaged.errors import InvariantError
-from cupaged.step_plan import IntArray, StepPlan
+from cupaged.step_plan import UNREAD, IntArray, ScheduledSequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,15 +28,17 @@ class Batch:
     token_ids     int32 [T]
     attention     where the rows read and write (NumPy arrays; see AttentionBatch)
     sample_rows   int32 [num_samples], the last row of the sequence, for every token to choose
+    sources       int32 [T], which sample of the plan before chooses the row's token, or -1; None: all tokens are known
     """
 
     token_ids: IntArray
     attention: AttentionBatch
     sample_rows: IntArray
+    sources: IntArray | None
 
 
 def build(plan: StepPlan) -> Batch:
-    """Flatten a plan. Raises InvariantError for a plan whose tables do not cover its rows."""
+    """Flatten a plan. Raises InvariantError for a plan whose tables do not cover its rows, or with unread tokens that have no source."""
     items = plan.sequences
     lengths = np.array([item.num_tokens for item in items], np.int32)
     starts = np.array([item.start for item in items], np.int32)
@@ -57,8 +60,9 @@ def build(plan: StepPlan) -> Batch:
         raise InvariantError("a block table is too short for the tokens that its sequence computes")
 
     samples = np.array([len(item.samples) for item in items], np.int32)
+    token_ids = np.concatenate([item.token_ids for item in items])
     return Batch(
-        token_ids=np.concatenate([item.token_ids for item in items]),
+        token_ids=token_ids,
         attention=AttentionBatch(
             positions=positions,
             slots=blocks.astype(np.int64) * plan.block_size + offset,
@@ -69,5 +73,16 @@ def build(plan: StepPlan) -> Batch:
             max_context=int(context_lens.max()),
         ),
         sample_rows=np.repeat(query_start[1:] - 1, samples),
+        sources=_sources(items, token_ids, lengths),
     )
+
+
+def _sources(items: Sequence[ScheduledSequence], token_ids: IntArray, lengths: IntArray) -> IntArray | None:
+    of_items = [item.token_source for item in items]
+    if max(of_items) < 0:
+        return None  # set_batch refuses a token without a value
+    sources = np.repeat(np.array(of_items, np.int32), lengths)
+    if ((token_ids == UNREAD) != (sources >= 0)).any():
+        raise InvariantError("a token has no value and no source, or both")
+    return sources
 

@@ -1,7 +1,7 @@
 """The CuPy that CupyDevice calls, on this machine's CPU: its kernels run on the emulator, its cuBLAS multiplies in NumPy.
 
 Names and parameters are CuPy's; tests/test_cupy_device.py compares them with the real one's where that is installed. What
-a GPU does later is done at once here, but for a captured stream, which only notes its work.
+a GPU does later is done as late as can be: when the host waits for it. A captured stream only notes its work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class ndarray(np.ndarray):  # CuPy's name
 
     def __new__(cls, shape: Any, dtype: Any = float, memptr: Any = None) -> ndarray:
         if memptr is None:
-            return emu.empty(shape, dtype).view(cls)
+            memory = emu.empty(shape, dtype)
+            Stream.kept.append(memory)
+            return memory.view(cls)
         owner = memptr.mem.owner
         return owner.view(cls).view(dtype).reshape(shape)
 
@@ -38,15 +40,31 @@ class ndarray(np.ndarray):  # CuPy's name
 
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> np.ndarray:
         assert not any(s.capturing for s in Stream.all), "a copy to the host in a captured region"
-        return np.array(self.view(np.ndarray))
+        if out is None:
+            out = emu.empty(self.shape, self.dtype)
+        assert (out.shape, out.dtype, out.flags.c_contiguous) == (self.shape, self.dtype, True)
+        for each in Stream.all if stream is None else [stream]:
+            each.do(lambda: np.copyto(out, self.view(np.ndarray)))
+            if blocking:
+                each.synchronize()
+        return out
 
 
 class Stream:
     all: ClassVar[list[Stream]] = []
     stack: ClassVar[list[Stream]] = []
+    kept: ClassVar[list[np.ndarray]] = []
+    """Memory that work in a queue may name by its address; a pool, too, gives it out again in the stream's order only."""
+
+    @staticmethod
+    def begin(monkeypatch: Any) -> None:
+        """For a test of its own: nothing is left of what others asked for."""
+        for name in ("all", "stack", "kept"):
+            monkeypatch.setattr(Stream, name, [])
 
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None) -> None:
         self.capturing: list[Callable[[], None]] | None = None
+        self.queue: list[Callable[[], None]] = []
         Stream.all.append(self)
         self.ptr = len(Stream.all)
 
@@ -65,10 +83,18 @@ class Stream:
         graph, self.capturing = Graph(self.capturing), None
         return graph
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        while self.queue:
+            self.work()
+
+    def work(self) -> None:
+        """Do what was asked for first."""
+        self.queue.pop(0)()
+        if not any(stream.queue for stream in Stream.all):
+            Stream.kept.clear()
 
     def do(self, work: Callable[[], None]) -> None:
-        work() if self.capturing is None else self.capturing.append(work)
+        (self.queue if self.capturing is None else self.capturing).append(work)
 
 
 class Graph:
@@ -77,13 +103,26 @@ class Graph:
 
     def launch(self, stream: Any = None) -> None:
         for step in self.work:
-            step()
+            stream.do(step)
 
 
 class Event:
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
+        self.recorded = self.reached = 0
+        self.stream: Any = None
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded += 1
+        self.stream, turn = stream, self.recorded
+        stream.do(lambda: setattr(self, "reached", turn))
+
+    @property
+    def done(self) -> bool:
+        return self.reached == self.recorded
+
+    def synchronize(self) -> None:
+        while not self.done:
+            self.stream.work()
 
 
 class Device:
@@ -128,7 +167,7 @@ class RawKernel:
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # CuPy's name
     assert kind == runtime.memcpyHostToDevice
     assert Stream.all[stream - 1].capturing is None
-    ctypes.memmove(dst, src, size)
+    Stream.all[stream - 1].do(lambda: ctypes.memmove(dst, src, size) and None)
 
 
 def getDeviceCount() -> int:  # CuPy's name
@@ -146,7 +185,9 @@ def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
 
 
 def empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
-    return emu.empty(shape, dtype)
+    memory = emu.empty(shape, dtype)
+    Stream.kept.append(memory)
+    return memory
 
 
 def get_default_memory_pool() -> Any:
@@ -179,19 +220,20 @@ class CublasLibrary:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.stream = 0
+        self.stream = 0  # that was set last
+        self.streams: dict[int, int] = {}  # of a handle
         for name in ("cublasCreate_v2", "cublasDestroy_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGemmEx"):
             setattr(self, name, Function(getattr(self, "_" + name)))
 
     def _cublasCreate_v2(self, handle: Any) -> int:  # cuBLAS's names
-        handle._obj.value = 7
+        handle._obj.value = 7 + self.calls.count("create")
         return self._called("create")
 
     def _cublasDestroy_v2(self, handle: Any) -> int:
         return self._called("destroy")
 
     def _cublasSetStream_v2(self, handle: Any, stream: int) -> int:
-        self.stream = stream
+        self.stream = self.streams[handle.value] = stream
         return self._called("stream")
 
     def _cublasSetWorkspace_v2(self, handle: Any, workspace: int, size: int) -> int:
@@ -216,7 +258,7 @@ class CublasLibrary:
             product = scale * (left[:k].astype(np.float32).T @ right[:k].astype(np.float32))
             out[:m] = (product + keep * out[:m].astype(np.float32) if keep else product).astype(out.dtype)
 
-        Stream.all[self.stream - 1].do(multiply)
+        Stream.all[self.streams[handle.value] - 1].do(multiply)
         return self._called("gemm")
 
 

@@ -14,7 +14,7 @@ from cupaged.beam import BeamSearch
 from cupaged.cache.manager import CacheManager
 from cupaged.model import batch as batches
 from cupaged.params import BeamSearchParams
-from cupaged.step_plan import IntArray, ModelOutput, StepPlan
+from cupaged.step_plan import UNREAD, IntArray, ModelOutput, StepPlan
 
 VOCABULARY = 1 << 20
 SWAP_BLOCKS = 12
@@ -65,16 +65,48 @@ def expected_beams(
     return [answer.token_ids for answer in search.hypotheses]
 
 
+class LateOutput:
+    """What a submitted plan will have computed. `abandoned`: nobody waits for it any more, and what it reads may be gone."""
+
+    def __init__(self, model: IntegerModel, plan: StepPlan) -> None:
+        self.plan, self.abandoned = plan, False
+        self.output: ModelOutput | None = None
+        self._model = model
+
+    def collect(self) -> ModelOutput:
+        while self.output is None:
+            self._model.compute_next()
+        return self.output
+
+
 class IntegerModel:
-    """Runs StepPlans as model.runner.Runner does. `computed` counts the tokens that it was asked to compute."""
+    """Runs StepPlans as model.runner.Runner does. `computed` counts the tokens that it was asked to compute.
+
+    Submitted plans are computed in their order, as late as possible: when one is collected, or `run`. Until then its
+    tokens are nowhere; the plan behind it gets them from `_chosen`, where the one computed last has left them.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
         self.window = window
         self.store = np.full((num_blocks, block_size), POISON)
         self.host = np.full((SWAP_BLOCKS, block_size), POISON)
         self.computed = self.swapped = 0
+        self.submitted: list[LateOutput] = []
+        self._chosen: IntArray = np.empty(0, np.int32)
 
     def run(self, plan: StepPlan) -> ModelOutput:
+        return self.submit(plan).collect()
+
+    def submit(self, plan: StepPlan) -> LateOutput:
+        self.submitted.append(LateOutput(self, plan))
+        return self.submitted[-1]
+
+    def compute_next(self) -> None:
+        late = self.submitted.pop(0)
+        late.output = self._compute(late.plan, late.abandoned)
+        self._chosen = late.output.token_ids
+
+    def _compute(self, plan: StepPlan, abandoned: bool) -> ModelOutput:
         self.host[plan.swap_out[:, 1]] = self.store[plan.swap_out[:, 0]]
         self.store[plan.swap_in[:, 1]] = self.host[plan.swap_in[:, 0]]
         self.swapped += len(plan.swap_in)
@@ -86,8 +118,10 @@ class IntegerModel:
         rows = batch.attention
         assert len(np.unique(rows.slots)) == len(rows.slots), "two rows of one step write one slot"
         assert (np.diff(rows.query_start)[: rows.num_decode] == 1).all(), "decode rows come first"
-        self.store.reshape(-1)[rows.slots] = entry(batch.token_ids, rows.positions)
+        self.store.reshape(-1)[rows.slots] = entry(self._read(batch), rows.positions)
         self.computed += len(batch.token_ids)
+        if abandoned:
+            return ModelOutput(np.full(len(plan.samples), UNREAD, np.int32))
         owner = np.searchsorted(rows.query_start, batch.sample_rows, side="right") - 1
         tokens = [
             self._next_token(rows.block_tables[s], int(rows.context_lens[s]), spec.index)
@@ -99,6 +133,13 @@ class IntegerModel:
             if item.num_candidates
         }
         return ModelOutput(np.array(tokens, np.int32), candidates=found)
+
+    def _read(self, batch: batches.Batch) -> IntArray:
+        """The rows' tokens, those that the host does not know included."""
+        if batch.sources is None:
+            assert (batch.token_ids >= 0).all(), "a token has no value"
+            return batch.token_ids
+        return np.array([token if source < 0 else self._chosen[source] for token, source in zip(batch.token_ids, batch.sources, strict=True)])
 
     def poison(self, cache: CacheManager) -> None:
         """Overwrite every slot whose content nobody may rely on: of free blocks, and past the published end of cached ones."""

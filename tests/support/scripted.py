@@ -40,6 +40,16 @@ class PieceTokenizer:
         return self.pieces[token_id]
 
 
+class LateScript:
+    """A submitted plan of a ScriptedModel: computed when it is collected."""
+
+    def __init__(self, model: ScriptedModel, plan: StepPlan) -> None:
+        self.model, self.plan = model, plan
+
+    def collect(self) -> ModelOutput:
+        return self.model.run(self.plan)
+
+
 class ScriptedModel:
     """Answers every sequence with its script, by sequence number (or with `default`), whatever was computed.
 
@@ -51,7 +61,12 @@ class ScriptedModel:
         self.default = default
         self.plans: list[StepPlan] = []
         self.before_run: Callable[[StepPlan], None] = lambda plan: None
+        self.before_submit: Callable[[StepPlan], None] = lambda plan: None
         self._prompt: dict[int, int] = {}
+
+    def submit(self, plan: StepPlan) -> LateScript:
+        self.before_submit(plan)
+        return LateScript(self, plan)
 
     def run(self, plan: StepPlan) -> ModelOutput:
         self.before_run(plan)
@@ -91,6 +106,10 @@ def _logprobs(ids: np.ndarray) -> TokenLogprobs:
     )
 
 
+DEFAULTS: dict[str, Any] = {}
+"""Options of every engine that is made here, unless it is given others."""
+
+
 def make_engine(
     model: Any,
     pieces: Sequence[str] | None = ("a", "b", "c"),
@@ -102,7 +121,7 @@ def make_engine(
     eos_token_ids: tuple[int, ...] = (EOS,),
     **options: Any,
 ) -> Engine:
-    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len, **options)
+    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, max_model_len=max_model_len, **(DEFAULTS | options))
     model_config = ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
