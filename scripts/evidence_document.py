@@ -17,7 +17,7 @@ HEAD = """# Evidence
 
 What the PagedAttention and RadixAttention papers and the article about them claim, and what this engine finds. `scripts/reproduce`
 runs it all and writes this document; `--only NAME` runs one claim. Each prediction was written down before its run; where a
-claim is reproduced, a setting that makes it fail stands beside it.
+claim is reproduced, a setting that should make it fail stands beside it, with what it did.
 
 - **Measured** claims run the real engine on the machine named with them. A small model's lengths are the papers', scaled
   with the longest sequence.
