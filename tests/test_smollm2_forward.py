@@ -54,7 +54,7 @@ def logits_of(runner: Runner, prompt: list[int], chunk: int | None = None) -> np
     """The logits [V] after a prompt, from the runner's own buffer."""
     kept: list[np.ndarray] = []
     sample = runner._backend.sample
-    runner._backend.sample = lambda logits, batch: (kept.append(logits[0].copy()), sample(logits, batch))[1]
+    runner._backend.sample = lambda logits, *rest: (kept.append(logits[0].copy()), sample(logits, *rest))[1]
     try:
         greedy(runner, prompt, 1, SCATTERED, BLOCK_SIZE, chunk)
     finally:
