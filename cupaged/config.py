@@ -152,7 +152,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _CPU_TYPES = (("auto", "float32", "float16", "bfloat16", "int8"), ("auto", "float32", "float16", "bfloat16", "int8"))
 _KERNEL_TYPES = (("auto", "float32", "float16", "bfloat16"), ("auto", "float32", "float16", "bfloat16", "fp8"))
 _DEVICE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "auto": ((*_CPU_TYPES[0],), (*_CPU_TYPES[1], "fp8")),
+    "auto": (_CPU_TYPES[0], (*_CPU_TYPES[1], "fp8")),
     "cpu": _CPU_TYPES,
     "reference": (("auto", "float32"), ("auto", "float32")),
     "emu": _KERNEL_TYPES,
@@ -247,11 +247,6 @@ class EngineConfig:
     def device_kind(self) -> str:
         """The device, whichever GPU it is."""
         return _device_kind(self.device)
-
-    @property
-    def device_index(self) -> int:
-        """The GPU's number, from 0."""
-        return int(self.device.partition(":")[2] or 0)
 
     @property
     def stored_kv(self) -> str:

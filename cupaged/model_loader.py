@@ -7,9 +7,11 @@ from dataclasses import fields, replace
 
 from cupaged.artefact import Progress
 from cupaged.backends import find_device, open_backend
-from cupaged.backends.ahead import compile_kernels as compile_kernels  # for the command line, which knows no backend
-from cupaged.backends.ahead import kernel_folder as kernel_folder
 from cupaged.backends.base import Backend
+from cupaged.backends.compile_ahead import (
+    compile_kernels as compile_kernels,  # for the command line, which knows no backend
+)
+from cupaged.backends.compile_ahead import kernel_folder as kernel_folder
 from cupaged.cache.eviction import POLICIES as EVICTIONS
 from cupaged.cache.manager import CacheManager
 from cupaged.checkpoint import open_checkpoint
@@ -88,7 +90,7 @@ def _settle(config: EngineConfig, checkpoint: Checkpoint, announce: Callable[[st
     quantised blocks. An option that only a CPU or only a GPU has decides, too."""
     device = config.device
     if device == "auto":
-        device = "cpu" if "int8" in (config.dtype, config.kv_cache_dtype) else find_device("auto", announce)
+        device = "cpu" if "int8" in (config.dtype, config.kv_cache_dtype) else find_device(announce)
     dtype = config.dtype
     if device.startswith("cuda") and dtype == "auto":
         storages = {source.storage for source in checkpoint.tensors.values() if len(source.shape) == 2}

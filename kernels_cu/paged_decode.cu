@@ -68,8 +68,9 @@ __device__ __forceinline__ void merge_warps(const State& state, int group, int64
     const int g = i / HEAD_DIM, d = i % HEAD_DIM;
     float m = minus_infinity(), l = 0.0f, out = 0.0f;
     for (int w = 0; w < WARPS; w++) m = fmaxf(m, all_m[w * TILE + g]);
+    const float reference = m == minus_infinity() ? 0.0f : m;  // an item that a window hides wholly: all weights 0
     for (int w = 0; w < WARPS; w++) {  // a warp without tiles has m -infinity and weighs nothing
-      const float factor = exp2f(all_m[w * TILE + g] - m);
+      const float factor = exp2f(all_m[w * TILE + g] - reference);
       l += all_l[w * TILE + g] * factor;
       out += shared[(w * TILE + g) * HEAD_DIM + d] * factor;
     }

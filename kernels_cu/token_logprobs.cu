@@ -10,7 +10,7 @@
 // One block a row; sums are float64. Nothing is sorted: a thread knows the best token of its own share of the row
 // (tokens t, t + 256, ...), and the best of all shares is the next of the row; then only its share is searched again,
 // by all threads, for what ranks below. A damaged row gets rank, or first id, -1 (NaN or infinity) or -2 (all banned)
-// and nothing else.
+// and nothing else; so does a row whose given token is one of these, where nothing could be chosen.
 #include "device.cuh"
 
 constexpr int THREADS = 256;
@@ -49,13 +49,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) token_logprobs(
     int* __restrict__ top_ids, float* __restrict__ top_logprobs, int vocab_size, int k) {
   const int64_t row = blockIdx.x;
   const float* const of_row = logits + row * vocab_size;
-  const int best = best_token(of_row, vocab_size);
-  if (best < 0) {
-    if (threadIdx.x == 0) ranks[row] = best;
+  const int best = best_token(of_row, vocab_size), given_token = token_ids[row];
+  if (best < 0 || given_token < 0) {
+    if (threadIdx.x == 0) ranks[row] = best < 0 ? best : given_token;
     return;
   }
   const double log_total = of_row[best] + log_sum_of(of_row, vocab_size, of_row[best]);
-  const float given = of_row[token_ids[row]];
+  const float given = of_row[given_token];
   int larger = 0;
   for (int token = threadIdx.x; token < vocab_size; token += THREADS) larger += of_row[token] > given;
   larger = reduce_block<Sum>(larger);

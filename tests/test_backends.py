@@ -283,7 +283,7 @@ def test_without_a_writable_folder_one_kernel_still_compiles_with_one_warning(tm
 
 
 def test_the_folder_is_named_by_the_sources(tmp_path: Path) -> None:
-    code = "from cupaged.backends import cpu_jit; print(cpu_jit._FOLDER.name)"
+    code = "from cupaged.backends import cpu_jit; print(cpu_jit.FOLDER.name)"
     first = python(code, CUPAGED_CACHE=str(tmp_path)).stdout
     changed = "import pathlib; read = pathlib.Path.read_bytes; pathlib.Path.read_bytes = lambda p: read(p) + b'# edited'\n"
     assert first == python(code, CUPAGED_CACHE=str(tmp_path)).stdout

@@ -28,14 +28,7 @@ TYPES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.5e-2}
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_cupy.CublasLibrary]:
     skip_without_compiler()
-    fake = fake_cupy.CublasLibrary()
-    fake_cupy.Stream.begin(monkeypatch)
-    monkeypatch.setattr(cupy_device, "cupy", fake_cupy)
-    monkeypatch.setattr(cupy_device, "cupyx", fake_cupy)
-    monkeypatch.setattr(cupy_device, "load_library", lambda major: fake)
-    for name in ("count", "capability", "free", "total"):
-        monkeypatch.setattr(fake_cupy.Device, name, getattr(fake_cupy.Device, name))
-    return fake
+    return fake_cupy.install(monkeypatch)
 
 
 def close(actual: np.ndarray, expected: np.ndarray, name: str) -> None:
@@ -130,7 +123,7 @@ def test_the_handle_gets_its_stream_once_and_its_workspace_after_it(library: fak
     device = CupyDevice()
     assert library.calls == ["create", "stream", f"workspace {32 << 20}"]
     assert library.stream == device._stream.ptr
-    device._cublas.close()
+    del device
     assert library.calls[-1] == "destroy"
 
 
@@ -198,16 +191,28 @@ def test_a_graph_of_kernels_and_products_is_replayed() -> None:
 
 
 def test_a_captured_region_neither_allocates_nor_copies() -> None:
-    device = CupyDevice()
-    there = device.empty((4,), np.float32)
+    device, host = CupyDevice(), np.zeros(4, np.float32)
+    there, mailbox = device.upload(host), device.mailbox({"x": (4, np.float32)})
     for forbidden in (
-        lambda: device.empty((4,), np.float32), lambda: device.upload(there.get()), lambda: device.fill(there, there.get()),
-        lambda: device.download(there), lambda: device.mailbox({}), lambda: device.capture(lambda: None), lambda: device.empty_host((1,), np.int8),
+        lambda: device.empty((4,), np.float32), lambda: device.empty_host((1,), np.int8), lambda: device.upload(host), lambda: device.fill(there, host),
+        lambda: device.download(there), lambda: device.download_later(there), lambda: device.mailbox({}), lambda: mailbox.post({"x": host}),
+        lambda: device.capture(lambda: None),
     ):  # fmt: skip
-        with pytest.raises((BackendError, AssertionError), match="captured region"):
+        with pytest.raises(BackendError, match="captured region"):
             device.capture(forbidden)
         assert device._stream.capturing is None
     device.empty((4,), np.float32)
+
+
+def test_a_fault_of_the_step_before_shows_as_ours_when_the_next_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    mailbox = CupyDevice().mailbox({"x": (4, np.float32)})
+
+    def fault(self: fake_cupy.Event) -> None:
+        raise fake_cupy.CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fake_cupy.Event, "synchronize", fault)
+    with pytest.raises(BackendError, match=r"^CUDA: cudaErrorIllegalAddress"):
+        mailbox.post({"x": np.zeros(4, np.float32)})
 
 
 def test_blocks_are_swapped_with_pinned_memory() -> None:
@@ -263,7 +268,7 @@ def test_full_memory_names_the_knobs() -> None:
 CALLS = {
     "cuda.Stream": "null non_blocking ptds priority", "cuda.Stream.begin_capture": "mode", "cuda.Stream.end_capture": "", "cuda.Stream.synchronize": "",
     "cuda.Event": "block disable_timing interprocess", "cuda.Event.record": "stream", "cuda.Event.synchronize": "", "cuda.Graph.launch": "stream",
-    "cuda.Device": "device", "RawModule": "code path options backend", "RawModule.get_function": "name", "RawKernel.__call__": "grid block args kwargs",
+    "cuda.Device": "device", "cuda.PinnedMemory": "size flags", "RawModule": "code path options backend", "RawModule.get_function": "name", "RawKernel.__call__": "grid block args kwargs",
     "ndarray.get": "stream order out blocking", "empty": "shape dtype order", "empty_pinned": "shape dtype order",
     "cuda.runtime.memcpyAsync": "dst src size kind stream", "cuda.runtime.getDeviceCount": "",
 }  # fmt: skip

@@ -145,10 +145,11 @@ def test_padded_lanes_write_nothing() -> None:
 
 def test_a_captured_region_neither_allocates_nor_copies() -> None:
     device = EmuDevice()
-    there = device.empty((4,), np.float32)
+    there, mailbox = device.empty((4,), np.float32), device.mailbox({"x": (4, np.float32)})
     for forbidden in (
-        lambda: device.empty((4,), np.float32), lambda: device.upload(there), lambda: device.fill(there, there), lambda: device.download(there),
-        lambda: device.mailbox({}), lambda: device.capture(lambda: None),
+        lambda: device.empty((4,), np.float32), lambda: device.empty_host((4,), np.float32), lambda: device.upload(there), lambda: device.fill(there, there),
+        lambda: device.download(there), lambda: device.download_later(there), lambda: device.mailbox({}), lambda: mailbox.post({"x": there}),
+        lambda: device.capture(lambda: None),
     ):  # fmt: skip
         with pytest.raises(BackendError, match="a captured region"):
             device.capture(forbidden)

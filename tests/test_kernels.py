@@ -1,6 +1,6 @@
 """The CUDA C kernels on the emulator, in its checking mode, in every type: what the conformance tests do not reach.
 
-Those run the whole backend in float32 at full speed. Here pools come from `empty`, so that a kernel that looks at a slot
+Those run the whole backend in the fast mode. Here pools come from `empty`, so that a kernel that looks at a slot
 nobody wrote is caught in the act, and every access, barrier and shuffle is looked at.
 """
 
@@ -329,6 +329,15 @@ def test_nothing_is_chosen_from_damaged_logits_and_nothing_is_counted(value: flo
         sampler.beam_candidates(logits, 1)
 
 
+@pytest.mark.parametrize("nothing", [-1, -2])
+def test_the_rank_of_a_token_that_could_not_be_chosen_says_so(nothing: int) -> None:
+    """On a device that nobody sees into it is read before the choice is."""
+    results = {"logprobs": emu.empty((2,)), "ranks": emu.empty((2,), np.int32), "top_ids": emu.empty((2, 1), np.int32), "top_logprobs": emu.empty((2, 1))}
+    ids = emu.array(np.array([nothing, 1], np.int32))
+    EmuDevice("check").launch(kernel_specs.TOKEN_LOGPROBS.bind(logits=emu.array(np.zeros((2, 4), np.float32)), token_ids=ids, **results))
+    assert results["ranks"].tolist() == [nothing, 1]
+
+
 def test_the_likeliest_of_a_large_vocabulary_may_lie_in_one_threads_share() -> None:
     """A share is every 256th token; 256 threads search it in more than one round."""
     logits = np.zeros((1, 150_000), np.float32)
@@ -443,6 +452,18 @@ def test_tensor_core_decode_for_every_group(name: str, group: int, head_dim: int
 def test_tensor_core_decode_under_a_window(window: int, block_size: int) -> None:
     paged = paged_of("float16", [1, 16, 17, 47, 48, 49, 130], [1] * 7, block_size, 1, 3, 64, padded=1)
     close(attention(checked("float16"), paged, "float16", window), paged.attention(0.3, window), "float16")
+
+
+def test_an_item_that_a_layers_window_hides_wholly_weighs_nothing() -> None:
+    """Where other layers see everything, the plan does, too."""
+    backend = checked("float16")
+    paged = paged_of("float16", [200, 90], [1, 1], 16, 1, 3, 64)
+    batch, out = paged.load(backend, 0), emu.empty((2, paged.heads * 64), np.float16)
+    backend.attention(emu.array(paged.qkv, np.float16), *poisoned_pool(paged, "float16"), batch, paged.heads, 0.3, 17, out)
+    close(out, paged.attention(0.3, 17), "float16")
+    sums = batch.scratch["partial_sum"][: batch.rows.plan.item_start[-1] * 3]
+    assert np.isfinite(sums).all()
+    assert (sums == 0).any()
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 3, 60])

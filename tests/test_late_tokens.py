@@ -14,6 +14,7 @@ from cupaged.backends.cpu import CpuBackend
 from cupaged.backends.emu_device import EmuDevice
 from cupaged.backends.kernels import KernelBackend
 from cupaged.backends.reference import ReferenceBackend
+from cupaged.conformance.steps import Stored
 from cupaged.errors import InvariantError
 from cupaged.step_plan import UNREAD
 from tests.support.kernels import skip_without_compiler
@@ -21,16 +22,6 @@ from tests.support.sampling import batch_of
 
 LIMITS = BatchLimits(rows=9, sequences=6, table_width=2, vocab_size=50, positions=20, num_blocks=12, block_size=4)
 TABLE = np.random.default_rng(0).standard_normal((50, 16)).astype(np.float32)
-
-
-class Stored:
-    """A TensorSource of an array in memory."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.name, self.array, self.shape, self.storage = "t", array, array.shape, "F32"
-
-    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        return self.array[start:stop]
 
 
 @pytest.fixture(params=["reference", "cpu", "emu"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType
 
-from cupaged.backends import ahead, cpu_jit, open_backend
+from cupaged.backends import cpu_jit, open_backend
 from cupaged.backends.cpu_formats import FORMATS
 from cupaged.checkpoint import open_checkpoint
 from cupaged.cli.main import run
@@ -42,7 +42,7 @@ def python(*args: str, cache: Path) -> subprocess.CompletedProcess[str]:
 def without_products(tmp_path: Path) -> Path:
     """A cache that holds every kernel but those that read weights."""
     open_backend("cpu")
-    folder = cpu_jit._FOLDER
+    folder = cpu_jit.FOLDER
     assert folder is not None
     shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*gemm_operation*", "*embedding_operation*"))
     return tmp_path
@@ -75,17 +75,17 @@ def test_an_unknown_format_is_named_before_anything_is_compiled(monkeypatch: pyt
 
 
 def test_without_a_folder_or_numba_there_is_nothing_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_jit, "_FOLDER", None)
+    monkeypatch.setattr(cpu_jit, "FOLDER", None)
     with pytest.raises(ConfigError, match="set CUPAGED_CACHE to a folder that can be written"):
-        ahead.kernel_folder()
+        compile_ahead.kernel_folder()
     monkeypatch.setitem(sys.modules, "cupaged.backends.cpu_jit", None)
     monkeypatch.delattr("cupaged.backends.cpu_jit", raising=False)
     with pytest.raises(BackendError, match="without Numba"):
-        ahead.kernel_folder()
+        compile_ahead.kernel_folder()
 
 
 def test_every_format_passes_through_its_kernels() -> None:
-    names = [kernels.name for kernels in ahead.compile_kernels()]
+    names = [kernels.name for kernels in compile_ahead.compile_kernels()]
     assert names[0] == "what every model needs"
     assert [name for name in names if "keys" in name] == [f"keys and values in {kind}" for kind in ("bfloat16", "float16", "int8")]
     assert [name for name in names if "weights" in name] == [f"weights in {kind.name}" for kind in FORMATS]

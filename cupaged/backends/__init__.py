@@ -16,13 +16,11 @@ if TYPE_CHECKING:
     from cupaged.backends.device import Device
 
 
-def find_device(wanted: str, announce: Callable[[str], None] | None = None) -> str:
-    """`wanted`, or for auto what there is: "cuda" if a kernel ran on the first GPU and was right, else "cpu".
+def find_device(announce: Callable[[str], None] | None = None) -> str:
+    """What `auto` stands for: "cuda" if a kernel ran on the first GPU and was right, else "cpu".
 
     A GPU that is there and will not do is announced with the reason.
     """
-    if wanted != "auto":
-        return wanted
     if importlib.util.find_spec("cupy") is None:
         return "cpu"
     try:

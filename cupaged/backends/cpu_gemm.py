@@ -4,7 +4,7 @@ A task is 32 columns of y (two groups of packed ones) for up to CHUNK_ROWS rows:
 
     few rows    weights are unpacked in registers and used at once: bound by memory
     more rows   the first few rows leave the unpacked weights in a panel, PANEL_ROWS of K at a time, over which register tiles
-                of the others pass: bound by arithmetic; meanwhile the next attention's blocks are asked for (cpu_ahead.py)
+                of the others pass: bound by arithmetic; meanwhile the next attention's blocks are asked for (cpu_prefetch.py)
 
 Both take every sum in the order of k (cpu_tile.py), so a row's result does not depend on how many rows there are. The
 sums of a task stay in scratch memory till they are whole; then comes the epilogue:
@@ -21,7 +21,6 @@ from functools import cache
 
 from numba import carray
 
-from cupaged.backends.cpu_ahead import take_piece
 from cupaged.backends.cpu_formats import FLOAT32, FORMATS
 from cupaged.backends.cpu_ir import (
     F32,
@@ -40,6 +39,7 @@ from cupaged.backends.cpu_ir import (
     word,
 )
 from cupaged.backends.cpu_jit import OperationKernel, kernel, operation_kernel
+from cupaged.backends.cpu_prefetch import take_piece
 from cupaged.backends.cpu_program import FIRST, PARTS, ROWS, SCRATCH, take_task
 from cupaged.backends.cpu_tile import TILE_COLUMNS, TILE_ROWS, tile_product_fetching
 from cupaged.backends.cpu_unpack import MAX_ROWS, dot_rows, dot_rows_keeping
@@ -57,7 +57,7 @@ SCRATCH_BYTES = CHUNK_ROWS * TILE_COLUMNS * 4 + PANEL_ROWS * TILE_COLUMNS * 4
 # words of an operation
 X, X_STRIDE, K, W, GROUP_BYTES, N, Y, Y_STRIDE, BIAS, EPILOGUE = range(FIRST, FIRST + 10)
 AHEAD = FIRST + 10
-"""The words of cpu_ahead."""
+"""The words of cpu_prefetch."""
 
 _ROW = TILE_COLUMNS * 4
 _PANEL_BYTES = PANEL_ROWS * GROUP * 4

@@ -57,7 +57,7 @@ class OperationKernel:
     def address(self) -> int:
         with _own_cache_folder():
             self._compiled: Any = numba.cfunc(
-                "void(int64, int64)", error_model="numpy", fastmath={"contract"}, cache=_FOLDER is not None
+                "void(int64, int64)", error_model="numpy", fastmath={"contract"}, cache=FOLDER is not None
             )(self._function)
         address = self._compiled.address
         assert address is not None
@@ -71,7 +71,7 @@ def operation_kernel(function: Callable[[int, int], None]) -> OperationKernel:
 
 def _jit(function: F, fast_math: set[str]) -> F:
     with _own_cache_folder():
-        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fast_math, cache=_FOLDER is not None)(function)
+        compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fast_math, cache=FOLDER is not None)(function)
     return cast(F, compiled)
 
 
@@ -80,7 +80,7 @@ def _own_cache_folder() -> Iterator[None]:
     """The cache folder is a process-wide setting that is read at decoration: the user's own kernels keep theirs."""
     settings: Any = numba.config
     before = settings.CACHE_DIR
-    settings.CACHE_DIR = "" if _FOLDER is None else str(_FOLDER)
+    settings.CACHE_DIR = "" if FOLDER is None else str(FOLDER)
     try:
         yield
     finally:
@@ -89,15 +89,15 @@ def _own_cache_folder() -> Iterator[None]:
 
 def kernels_are_cached() -> bool:
     """Whether every kernel of this version has been compiled on this machine; else the first use takes a while."""
-    return _FOLDER is not None and (_FOLDER / _READY).exists()
+    return FOLDER is not None and (FOLDER / _READY).exists()
 
 
 def mark_cached() -> None:
     """Note that all kernels are in the cache now."""
-    if _FOLDER is None:
+    if FOLDER is None:
         return
     with contextlib.suppress(OSError):  # the disk filled up: the next start compiles what is missing, and says so
-        (_FOLDER / _READY).touch()
+        (FOLDER / _READY).touch()
 
 
 def _fingerprint() -> str:
@@ -120,4 +120,4 @@ def _writable_folder() -> Path | None:
         return None
 
 
-_FOLDER = _writable_folder()
+FOLDER = _writable_folder()

@@ -111,7 +111,7 @@ def words(
 
 
 def ahead(operation: Words) -> tuple[int, ...]:
-    """What an operation reads, as words of cpu_ahead."""
+    """What an operation reads, as words of cpu_prefetch."""
     return int(operation[KEYS]), int(operation[VALUES]), int(operation[BATCH]), int(operation[BLOCK_BYTES] * operation[KV_HEADS])
 
 

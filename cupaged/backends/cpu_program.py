@@ -36,7 +36,7 @@ KERNEL, ROWS, FIRST = 0, 1, 2
 
 PART, PARTS, SYNC, SCRATCH, CURSOR = range(5)
 """Words of a member: its number, how many there are, the addresses of the barrier and of its own scratch memory, and
-cpu_ahead's place."""
+cpu_prefetch's place."""
 
 _LARGE = 4 << 20
 """Bytes from which NumPy would ask for huge pages, which a machine with scattered memory takes a second a GB to put together."""
@@ -102,7 +102,7 @@ class Crew:
 
     def __init__(self, team: Team) -> None:
         self.team = team
-        self._leader = Leader()
+        self._leader = Leader() if team.size > 1 else None
         self._scratch = np.empty(0, np.uint8)
         self._sync = aligned((3 * _LINE // 8,), np.int64)
         self._sync[:] = 0
@@ -125,7 +125,7 @@ class Crew:
 
     def run(self, table: Words, *, alone: bool = False) -> None:
         """Run all operations of a table, in order; `alone`: by the calling thread, for work too small to share."""
-        if alone or self.team.size == 1:
+        if alone or self._leader is None:
             _run(0, 1, self._alone, table)
         else:
             self._leader.call(self.team.run, _run, self._members, table)

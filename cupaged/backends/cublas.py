@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Cublas:
         handle = ctypes.c_void_p()
         self._check("cublasCreate_v2", ctypes.byref(handle))
         self._handle = handle
+        weakref.finalize(self, library.cublasDestroy_v2, handle).atexit = False  # by then the driver may be gone
         self._check("cublasSetStream_v2", handle, stream)
         self._check("cublasSetWorkspace_v2", handle, workspace, workspace_bytes)
 
@@ -89,10 +91,6 @@ class Cublas:
             weight.data.ptr, of_input, width, x.data.ptr, of_input, width, ctypes.byref(ctypes.c_float(1 if add else 0)),
             out.data.ptr, of_output, outputs, _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
-
-    def close(self) -> None:
-        """Give the handle back."""
-        self._check("cublasDestroy_v2", self._handle)
 
     def _check(self, name: str, *arguments: Any) -> None:
         status = getattr(self._library, name)(*arguments)

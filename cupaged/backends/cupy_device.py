@@ -6,6 +6,7 @@ keeps them on disk by their text, which has its headers inlined, so a changed he
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -71,7 +72,7 @@ class CupyDevice:
         self._capturing = False
         self._coming: list[Coming] = []  # for those that nobody waits for: their memory must stay, too
         with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._stream = cupy.cuda.Stream()  # ordered with the null stream, on which others use CuPy
             self._stage, self._small = _Stage(self._stream, 2, STAGE_BYTES), _Stage(self._stream, NUM_SMALL, SMALL_BYTES)
             workspace = (32 if self.capability >= (9, 0) else 4) << 20
             self._workspace = self.empty((workspace,), np.uint8)
@@ -79,7 +80,7 @@ class CupyDevice:
             self._cublas = Cublas(library, self._stream.ptr, self._workspace.data.ptr, workspace)
 
     @contextmanager
-    def _on(self) -> Iterator[None]:
+    def on(self) -> Iterator[None]:
         """With this GPU and stream as CuPy's own, and CuPy's errors as ours."""
         try:
             with self._device, self._stream:
@@ -97,28 +98,30 @@ class CupyDevice:
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the GPU: free, counting what CuPy holds and does not use, and all."""
-        with self._on():
+        with self.on():
             free, total = self._device.mem_info
             pool = cupy.get_default_memory_pool()
             return int(free) + pool.free_bytes(), int(total)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        self._not_in_a_graph("allocates")
-        with self._on():
+        self.not_in_a_graph("allocates")
+        with self.on():
             return cupy.empty(shape, _stored(dtype))
 
     def empty_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """Pinned memory as a device array: a GPU reads it over the bus."""
-        self._not_in_a_graph("allocates")
-        with self._on():
-            host = cupyx.empty_pinned(shape, _stored(dtype))
-            memory = cupy.cuda.UnownedMemory(host.ctypes.data, max(host.nbytes, 1), host, self._device.id)
-            return cupy.ndarray(shape, host.dtype, cupy.cuda.MemoryPointer(memory, 0))
+        self.not_in_a_graph("allocates")
+        with self.on():
+            stored = _stored(dtype)
+            size = max(math.prod(shape) * stored.itemsize, 1)
+            pinned = cupy.cuda.PinnedMemory(size)  # not from CuPy's pool, which rounds up to a power of two
+            memory = cupy.cuda.UnownedMemory(pinned.ptr, size, pinned, self._device.id)
+            return cupy.ndarray(shape, stored, cupy.cuda.MemoryPointer(memory, 0))
 
     def mailbox(self, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> Mailbox:
-        self._not_in_a_graph("allocates")
-        with self._on():
-            return CupyMailbox(self._stream, sizes)
+        self.not_in_a_graph("allocates")
+        with self.on():
+            return CupyMailbox(self, self._stream, sizes)
 
     def upload(self, array: npt.NDArray[Any]) -> Array:
         target = self.empty(array.shape, array.dtype)
@@ -126,26 +129,26 @@ class CupyDevice:
         return target
 
     def fill(self, target: Array, content: npt.NDArray[Any]) -> None:
-        self._not_in_a_graph("uploads")
-        with self._on():
+        self.not_in_a_graph("uploads")
+        with self.on():
             stage = self._small if content.nbytes <= SMALL_BYTES else self._stage
             stage.copy(target.data.ptr, np.ascontiguousarray(content))
 
     def download(self, array: Array) -> npt.NDArray[Any]:
-        self._not_in_a_graph("downloads")
-        with self._on():
+        self.not_in_a_graph("downloads")
+        with self.on():
             host: npt.NDArray[Any] = array.get(stream=self._stream)
             return host
 
     def download_later(self, array: Array) -> Coming:
-        self._not_in_a_graph("downloads")
-        with self._on():
+        self.not_in_a_graph("downloads")
+        with self.on():
             self._coming = [download for download in self._coming if not download.event.done]
             memory, event = cupyx.empty_pinned((max(array.nbytes, 1),), np.uint8), cupy.cuda.Event(disable_timing=True)
             pinned = memory[: array.nbytes].view(array.dtype).reshape(array.shape)
             array.get(stream=self._stream, out=pinned, blocking=False)
             event.record(self._stream)
-            self._coming.append(Coming(pinned, event, self._on))
+            self._coming.append(Coming(pinned, event, self.on))
         return self._coming[-1]
 
     def peek(self, array: Array) -> None:
@@ -156,18 +159,18 @@ class CupyDevice:
     def launch(self, launch: Launch) -> None:
         if launch.is_empty:
             return
-        with self._on():
+        with self.on():
             kernel = self._kernel(launch.variant, launch.shared_bytes)
             kernel(launch.grid, launch.block, launch.arguments, shared_mem=launch.shared_bytes)
 
     def gemm(self, x: Array, weight: Array, out: Array, *, add: bool = False) -> None:
         if len(x):
-            with self._on():
+            with self.on():
                 self._cublas.gemm(x, weight, out, add=add)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        self._not_in_a_graph("captures")
-        with self._on():
+        self.not_in_a_graph("captures")
+        with self.on():
             self._stream.begin_capture()
             self._capturing = True
             try:
@@ -182,10 +185,10 @@ class CupyDevice:
 
     def replay(self, graph: Any) -> None:
         """Launch a CuPy graph."""
-        with self._on():
+        with self.on():
             graph.launch(self._stream)
 
-    def _not_in_a_graph(self, what: str) -> None:
+    def not_in_a_graph(self, what: str) -> None:
         if self._capturing:
             raise BackendError(f"a captured region {what}: a graph would keep an address that is not its own")
 
@@ -216,8 +219,8 @@ class CupyMailbox:
     There are two pinned copies, so a step can be posted while the one before is still on its way.
     """
 
-    def __init__(self, stream: Any, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
-        self._stream = stream
+    def __init__(self, device: CupyDevice, stream: Any, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
+        self._device, self._stream = device, stream
         self._places: dict[str, tuple[int, int, np.dtype[Any]]] = {}
         end = 0
         for name, (size, dtype) in sizes.items():
@@ -233,19 +236,18 @@ class CupyMailbox:
         }
 
     def post(self, content: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._device.not_in_a_graph("uploads")
         turn, self._turn = self._turn, 1 - self._turn
         pinned, sent, end = self._pinned[turn], self._sent[turn], 0
-        sent.synchronize()  # of two posts ago
-        for name, values in content.items():
-            at, size, stored = self._places[name]
-            if len(values) > size:
-                raise BackendError(f"{len(values)} numbers of {name} do not fit {size}")
-            pinned[at : at + values.nbytes].view(stored)[:] = values
-            end = max(end, at + values.nbytes)
-        cupy.cuda.runtime.memcpyAsync(
-            self._memory.data.ptr, pinned.ctypes.data, end, cupy.cuda.runtime.memcpyHostToDevice, self._stream.ptr
-        )
-        sent.record(self._stream)
+        with self._device.on():
+            sent.synchronize()  # of two posts ago
+            for name, values in content.items():
+                at, size, stored = self._places[name]
+                if len(values) > size:
+                    raise BackendError(f"{len(values)} numbers of {name} do not fit {size}")
+                pinned[at : at + values.nbytes].view(stored)[:] = values
+                end = max(end, at + values.nbytes)
+            _send(self._stream, pinned, end, self._memory.data.ptr, sent)
 
 
 class _Stage:
@@ -265,10 +267,13 @@ class _Stage:
             turn, self._turn = self._turn, (self._turn + 1) % len(self._pinned)
             self._sent[turn].synchronize()
             self._pinned[turn][: piece.nbytes] = piece
-            cupy.cuda.runtime.memcpyAsync(
-                target + start, self._pinned[turn].ctypes.data, piece.nbytes, cupy.cuda.runtime.memcpyHostToDevice, self._stream.ptr
-            )
-            self._sent[turn].record(self._stream)
+            _send(self._stream, self._pinned[turn], piece.nbytes, target + start, self._sent[turn])
+
+
+def _send(stream: Any, pinned: npt.NDArray[np.uint8], size: int, target: int, sent: Any) -> None:
+    """Ask for the first bytes of pinned memory to be copied to an address, and for an event behind that."""
+    cupy.cuda.runtime.memcpyAsync(target, pinned.ctypes.data, size, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr)
+    sent.record(stream)
 
 
 def _stored(dtype: npt.DTypeLike) -> np.dtype[Any]:

@@ -24,10 +24,12 @@ LAZY_BYTES = 64 << 20
 class EmuMailbox:
     """Implements device.Mailbox. Every array has guards of its own, so a read past its end is seen."""
 
-    def __init__(self, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
+    def __init__(self, device: EmuDevice, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> None:
+        self._device = device
         self.arrays = {name: emu.empty((size,), dtype) for name, (size, dtype) in sizes.items()}
 
     def post(self, content: Mapping[str, Array]) -> None:
+        self._device.not_in_a_graph("uploads")
         for name, array in self.arrays.items():
             values = content.get(name, array[:0])
             array[: len(values)] = values
@@ -68,7 +70,7 @@ class EmuDevice:
         return None
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        self._not_in_a_graph("allocates")
+        self.not_in_a_graph("allocates")
         if self._mode == "fast" and math.prod(shape) * np.dtype(dtype).itemsize > LAZY_BYTES:
             return np.empty(shape, dtype)
         return emu.empty(shape, dtype)
@@ -77,24 +79,24 @@ class EmuDevice:
         return self.empty(shape, dtype)
 
     def mailbox(self, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> EmuMailbox:
-        self._not_in_a_graph("allocates")
-        return EmuMailbox(sizes)
+        self.not_in_a_graph("allocates")
+        return EmuMailbox(self, sizes)
 
     def upload(self, array: Array) -> Array:
-        self._not_in_a_graph("uploads")
+        self.not_in_a_graph("uploads")
         return emu.array(array)
 
     def fill(self, target: Array, content: Array) -> None:
-        self._not_in_a_graph("uploads")
+        self.not_in_a_graph("uploads")
         target[...] = content
         emu.wrote(target)
 
     def download(self, array: Array) -> Array:
-        self._not_in_a_graph("downloads")
+        self.not_in_a_graph("downloads")
         return array
 
     def download_later(self, array: Array) -> Arrived:
-        self._not_in_a_graph("downloads")
+        self.not_in_a_graph("downloads")
         return Arrived(array)
 
     def peek(self, array: Array) -> Array | None:
@@ -114,7 +116,7 @@ class EmuDevice:
         self._do(multiply)
 
     def capture(self, work: Callable[[], None]) -> EmuGraph:
-        self._not_in_a_graph("captures")
+        self.not_in_a_graph("captures")
         graph = self._capturing = EmuGraph()
         try:
             work()
@@ -128,7 +130,7 @@ class EmuDevice:
         else:
             self._capturing.work.append(step)
 
-    def _not_in_a_graph(self, what: str) -> None:
+    def not_in_a_graph(self, what: str) -> None:
         if self._capturing is not None:
             raise BackendError(f"a captured region {what}: a graph would keep an address that is not its own")
 

@@ -70,9 +70,9 @@ class KernelAttention:
     def _decode(self, rows: dict[str, Any], batch: DeviceBatch, plan: SplitPlan, out: Array) -> None:
         """Decode rows on tensor cores: the plan's shares, then the parts of every row together."""
         (_, num_kv_heads, _, head_dim), num_heads = rows["key_cache"].shape, rows["num_heads"]
-        stages, blocks = _decode_shape(self._device.capability, head_dim)
+        stages, _ = _decode_shape(self._device.capability, head_dim)
         group = num_heads // num_kv_heads
-        most = largest_plan(batch.limits.sequences, num_kv_heads, self._device.multiprocessors * blocks)
+        most = largest_plan(batch.limits.sequences, num_kv_heads, len(plan.item_start) - 1)
         partial = self._partial(batch, (len(plan.items), group), most * group, head_dim)
         self._run(specs.PAGED_DECODE, items=plan.items, item_start=plan.item_start, paged=1, stages=stages, **rows, **partial)
         self._run(

@@ -14,6 +14,7 @@ from cupaged.errors import InvariantError
 
 I32 = npt.NDArray[np.int32]
 
+
 class KernelSampler:
     """`sample`, `token_logprobs` and `beam_candidates` of backends.base.Backend over a device."""
 
@@ -28,8 +29,8 @@ class KernelSampler:
         device, (num_rows, vocab_size) = self._device, logits.shape
         check_batch(batch, num_rows, vocab_size)
         self._counts.prepare(batch.row_ids[batch.penalised], vocab_size)
-        penalised, row_ids = device.upload(batch.penalised.astype(np.uint8)), device.upload(batch.row_ids)
         if len(batch.bias_ids) or batch.penalised.any():
+            penalised, row_ids = device.upload(batch.penalised.astype(np.uint8)), device.upload(batch.row_ids)
             names = ("bias_start", "bias_ids", "bias_values", "repetition", "presence", "frequency")
             adjust = {name: device.upload(getattr(batch, name)) for name in names}
             counts = {"output_counts": self._counts.outputs, "in_prompt": self._counts.in_prompt}

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -48,6 +49,20 @@ MACRO_TYPES = {"ACT_T": _FLOATS, "OUT_T": _FLOATS, "WEIGHT_T": _FLOATS, "KV_T": 
 
 LARGEST_GRID = (2**31 - 1, 65535, 65535)
 """CUDA C Programming Guide, table of technical specifications."""
+
+
+_NUMBERS: dict[str, tuple[type[np.generic], tuple[int, int] | None]] = {
+    "int32": (np.int32, (-(2**31), 2**31 - 1)),
+    "int64": (np.int64, (-(2**63), 2**63 - 1)),
+    "float32": (np.float32, None),
+}
+"""What a scalar may be, and the smallest and largest whole number of it."""
+
+
+@cache
+def _type_name(dtype: np.dtype[Any]) -> str:
+    name: str = dtype.name  # which NumPy puts together each time
+    return name
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -159,7 +174,8 @@ class KernelSpec:
         self.types: dict[str, tuple[str, ...]] = {name: MACRO_TYPES[name] for name in used} | dict(types or {})
         self._arrays = [p for p in parameters if p.shape is not None]
         self._symbols = {e for p in self._arrays for e in p.shape or () if e.isidentifier()}
-        self._scalars = {p.name: p for p in parameters if p.shape is None}
+        self._names = {p.name for p in parameters} | set(self.macros)
+        self._needed = self._names - (self._symbols - {p.name for p in self._arrays})
         expressions = [*self.grid, shared, *(e for p in self._arrays for e in p.shape or ())]
         self._code: dict[str, CodeType] = {e: compile(e, name, "eval") for e in expressions}
 
@@ -173,9 +189,7 @@ class KernelSpec:
 
         Raises InvariantError, naming the parameter and what it wants, for a wrong type, shape, layout or number.
         """
-        names = {p.name for p in self.parameters} | set(self.macros)
-        needed = names - {name for name in names & self._symbols if name not in {p.name for p in self._arrays}}
-        for what, wrong in (("lacks", needed - set(arguments)), ("does not take", set(arguments) - names)):
+        for what, wrong in (("lacks", self._needed - set(arguments)), ("does not take", set(arguments) - self._names)):
             if wrong:
                 raise InvariantError(f"{self.name} {what} {', '.join(sorted(wrong))}")
         symbols = {name: int(value) for name, value in arguments.items() if isinstance(value, (int, np.integer))}
@@ -213,7 +227,9 @@ class KernelSpec:
             if not hasattr(array, "dtype") or len(array.shape) != len(shape):
                 raise self._wrong(p, array, symbols)
             allowed = self.types.get(p.dtype, (p.dtype,))
-            held = _EIGHT_BITS if array.dtype.name == "uint8" and _EIGHT_BITS in allowed else array.dtype.name
+            held = _type_name(array.dtype)
+            if held == "uint8" and _EIGHT_BITS in allowed:
+                held = _EIGHT_BITS
             if held not in allowed or types.setdefault(p.dtype, held) != held:
                 raise self._wrong(p, array, symbols)
             for expression, size in zip(shape, array.shape, strict=True):
@@ -236,14 +252,11 @@ class KernelSpec:
 
     def _number(self, p: Parameter, value: Any) -> np.generic:
         """The scalar in the width that the kernel takes: a Python number would be passed as 8 bytes."""
-        dtype = np.dtype(p.dtype)
-        if dtype.kind == "i":
-            limits = np.iinfo(dtype)
-            if not (isinstance(value, (int, np.integer)) and limits.min <= value <= limits.max):
-                raise InvariantError(f"{self.name} wants {p}; got {value!r}")
-        elif not isinstance(value, (int, float, np.number)):
+        kind, limits = _NUMBERS[p.dtype]
+        fits = isinstance(value, (int, np.integer)) and limits[0] <= value <= limits[1] if limits else isinstance(value, (int, float, np.number))
+        if not fits:
             raise InvariantError(f"{self.name} wants {p}; got {value!r}")
-        number: np.generic = dtype.type(value)
+        number: np.generic = kind(value)
         return number
 
     def _evaluate(self, expression: str, symbols: Mapping[str, int]) -> int:

@@ -48,7 +48,8 @@ class Runner:
             ),
             self._chosen,
         )
-        self._forward = backend.record(lambda rows: forward(backend, model, kv, self._batch, buffers.first(rows)), max_rows)
+        batch = self._batch  # and not self: a runner that is dropped must give its memory back at once
+        self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
         self._hidden = buffers.normed
         logit_rows = max(max_seqs, LOGPROB_ROWS)
         self._rows = backend.empty((logit_rows, config.hidden_size), backend.activations)

@@ -66,7 +66,7 @@ class Clock:
         if not isinstance(self._device, CupyDevice):
             return [self._wall_once(run) for _ in range(count)]
         stream, events = self._device._stream, []
-        with self._device._on():
+        with self._device.on():
             for _ in range(count):
                 pair = cupy.cuda.Event(), cupy.cuda.Event()
                 pair[0].record(stream)

@@ -44,7 +44,7 @@ def free_memory(device: Device) -> int | None:
     """Bytes, after giving back what nobody holds any longer; None where memory is the host's."""
     gc.collect()
     if isinstance(device, CupyDevice):
-        with device._on():
+        with device.on():
             cupy.get_default_memory_pool().free_all_blocks()
     memory = device.memory()
     return None if memory is None else memory[0]

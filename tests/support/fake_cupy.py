@@ -7,6 +7,7 @@ a GPU does later is done as late as can be: when the host waits for it. A captur
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from cupaged.backends import emu
+from cupaged.backends import cupy_device, emu
 
 
 class CUDARuntimeError(RuntimeError): ...
@@ -31,8 +32,8 @@ class ndarray(np.ndarray):  # CuPy's name
             memory = emu.empty(shape, dtype)
             Stream.kept.append(memory)
             return memory.view(cls)
-        owner = memptr.mem.owner
-        return owner.view(cls).view(dtype).reshape(shape)
+        memory: PinnedMemory = memptr.mem.owner
+        return memory.bytes[: int(np.prod(shape)) * np.dtype(dtype).itemsize].view(cls).view(dtype).reshape(shape)
 
     @property
     def data(self) -> Any:  # type: ignore[override]  # as CuPy's
@@ -48,6 +49,17 @@ class ndarray(np.ndarray):  # CuPy's name
             if blocking:
                 each.synchronize()
         return out
+
+
+def install(monkeypatch: Any) -> CublasLibrary:
+    """Put this in place of CuPy and cuBLAS in cupy_device; what a test changes of the machine is put right after it."""
+    library = CublasLibrary()
+    Stream.begin(monkeypatch)
+    for name, value in (("cupy", sys.modules[__name__]), ("cupyx", sys.modules[__name__]), ("load_library", lambda major: library)):
+        monkeypatch.setattr(cupy_device, name, value)
+    for name in ("count", "capability", "free", "total"):
+        monkeypatch.setattr(Device, name, getattr(Device, name))
+    return library
 
 
 class Stream:
@@ -139,6 +151,12 @@ class Device:
     def __exit__(self, *_: object) -> None: ...
 
 
+class PinnedMemory:
+    def __init__(self, size: int, flags: int = 0) -> None:
+        self.bytes = emu.empty((size,), np.uint8)
+        self.ptr = self.bytes.ctypes.data
+
+
 class RawModule:
     def __init__(self, code: Any = None, *, path: Any = None, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
         self.module = emu.Module(code, tuple(o for o in options if o.startswith("-D")), name="kernel.cu", mode="check")
@@ -198,7 +216,7 @@ runtime = SimpleNamespace(
     memcpyAsync=memcpyAsync, memcpyHostToDevice=1, getDeviceCount=getDeviceCount, runtimeGetVersion=lambda: 12090, CUDARuntimeError=CUDARuntimeError
 )
 cuda = SimpleNamespace(
-    Stream=Stream, Event=Event, Device=Device, Graph=Graph, runtime=runtime, driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+    Stream=Stream, Event=Event, PinnedMemory=PinnedMemory, Device=Device, Graph=Graph, runtime=runtime, driver=SimpleNamespace(CUDADriverError=CUDADriverError),
     memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), compiler=SimpleNamespace(CompileException=CompileException),
     UnownedMemory=lambda ptr, size, owner, device_id=-1: SimpleNamespace(owner=owner), MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.backends import cpu_ahead, cpu_batch, cpu_gemm, cpu_program
+from cupaged.backends import cpu_batch, cpu_gemm, cpu_prefetch, cpu_program
 from cupaged.backends.base import AttentionBatch, BatchLimits
 from cupaged.backends.cpu import CpuBackend
 from cupaged.backends.cpu_batch import CpuBatch
@@ -49,7 +49,7 @@ def test_a_batch_lists_the_blocks_that_its_tasks_read(window: int, expected: lis
     assert listed(batch) == expected
 
 
-@pytest.mark.parametrize(("parts", "block_bytes"), [(1, 100), (2, 100), (3, cpu_ahead.PIECE), (2, 2 * cpu_ahead.PIECE + 64)])
+@pytest.mark.parametrize(("parts", "block_bytes"), [(1, 100), (2, 100), (3, cpu_prefetch.PIECE), (2, 2 * cpu_prefetch.PIECE + 64)])
 def test_members_take_every_piece_of_every_block_once(parts: int, block_bytes: int) -> None:
     batch = CpuBatch(LIMITS, parts)
     batch.set(np.zeros(4, np.int32), step([(6, 7), (14, 17)]))
@@ -58,7 +58,7 @@ def test_members_take_every_piece_of_every_block_once(parts: int, block_bytes: i
     for part in range(parts):
         member = np.zeros(8, np.int64)
         member[cpu_program.PART], member[cpu_program.PARTS] = part, parts
-        while (piece := cpu_ahead.take_piece(member.ctypes.data, ahead.ctypes.data, -1))[0] >= 0:
+        while (piece := cpu_prefetch.take_piece(member.ctypes.data, ahead.ctypes.data, -1))[0] >= 0:
             keys, values, size = piece
             assert values == keys + VALUES
             taken += range(keys, keys + size)
@@ -67,7 +67,7 @@ def test_members_take_every_piece_of_every_block_once(parts: int, block_bytes: i
 
 def test_without_attention_there_is_nothing_to_fetch() -> None:
     ahead, member = np.zeros(4, np.int64), np.zeros(8, np.int64)
-    assert cpu_ahead.take_piece(member.ctypes.data, ahead.ctypes.data, 7) == (7, 7, 0)
+    assert cpu_prefetch.take_piece(member.ctypes.data, ahead.ctypes.data, 7) == (7, 7, 0)
 
 
 class Ones:

@@ -38,9 +38,9 @@ def kernel_folder() -> Path:
         from cupaged.backends import cpu_jit
     except ImportError as error:  # Numba is not there for every platform and Python
         raise BackendError(f"there are no CPU kernels to compile without Numba ({error})") from error
-    if cpu_jit._FOLDER is None:
+    if cpu_jit.FOLDER is None:
         raise ConfigError("compiled CPU kernels cannot be kept: set CUPAGED_CACHE to a folder that can be written")
-    return cpu_jit._FOLDER
+    return cpu_jit.FOLDER
 
 
 def compile_kernels(formats: Sequence[str] = ()) -> Iterator[KernelSet]:
