@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cupaged.artefact import Progress
+from cupaged.cache.contiguous import power_of_two
 from cupaged.checkpoint import open_checkpoint
 from cupaged.checkpoint.hf_config import model_config
 from cupaged.checkpoint.json_file import read_json
@@ -215,11 +216,6 @@ def _formula(model: ModelShape, kv_dtype: str, gpus: int) -> str:
 
 def _blocks(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
-
-
-def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
 
 
 def _requests(blocks: int, size: int, context: int, prompt: int, output: int) -> dict[str, int]:

@@ -71,7 +71,8 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
 
 
 def resolve_config(name: str, progress: Progress | None = None) -> Path:
-    """As `resolve_model`, for those who want to know what a model is like: of a hub id its config.json alone is fetched."""
+    """As `resolve_model`, for those who want to know what a model is like: of a hub id, config.json
+    and generation_config.json alone are fetched."""
     match = _HUB_ID.fullmatch(name)
     if match is None or os.path.exists(os.path.expanduser(name)) or _looks_like_path(name):
         return resolve_model(name, progress)

@@ -1,20 +1,9 @@
-"""What the benchmarks compute from raw figures: percentiles, ratios of medians, agreement, and tables of text."""
+"""What the benchmarks compute from raw figures: ratios of medians, agreement, and tables of text."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value at `percent` of the sorted values, interpolated linearly between neighbours. Raises ValueError for none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    place = percent / 100 * (len(ordered) - 1)
-    low, high = math.floor(place), math.ceil(place)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from bench_figures import agreement, percentile, ratio_of_medians, spread, table
+from bench_figures import agreement, ratio_of_medians, spread, table
+
+from cupaged.workloads.metrics import percentile
 
 OURS = "cupaged"
 MEGABYTE = 1e6

@@ -23,9 +23,10 @@ claim is reproduced, a setting that should make it fail stands beside it, with w
   with the longest sequence.
 - **Simulated** claims run the real scheduler and cache manager under a roofline of the papers' machine (OPT-13B, A100 40 GB).
   One constant, the overhead of a step, is fitted, to one of the paper's figures; all others are tests.
-- **Counted** claims run the real scheduler and cache with a model that answers at random: nothing is timed.
+- **Counted** claims run the real scheduler and cache, some with a model that answers at random; nothing is timed.
 
 """
+BUSY_HERE = ", busy machine"
 BUSY = ", on a machine that was busy: to be run again alone"
 REPRODUCED, REFUTED, UNTESTABLE, MISSING = "reproduced", "refuted", "not testable here", "not run"
 
@@ -38,11 +39,25 @@ def path(results: Path, claim: Claim, part: str) -> Path:
 def render(claims: Sequence[Claim], results: Path) -> str:
     """The document, in Markdown."""
     parts = [(claim, _load(results, claim, "trial"), _load(results, claim, "contrary")) for claim in claims]
-    summary = [[f"[{c.name}](#{c.name})", c.says, verdict(c, found), "-" if found is None else found["verdict"]] for c, found, _ in parts]
-    verdicts = [row[2] for row in summary]
-    counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in (REPRODUCED, REFUTED, UNTESTABLE, MISSING) if kind in verdicts)
+    summary = [[f"[{c.name}](#{c.name})", c.says, _short(c, found), "-" if found is None else found["verdict"]] for c, found, _ in parts]
+    counts = _counts([row[2] for row in summary])
     sections = [_section(claim, found, contrary) for claim, found, contrary in parts]
     return HEAD + f"{counts}.\n\n" + table(["claim", "says", "verdict", "found"], summary) + "\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _short(claim: Claim, found: dict[str, Any] | None) -> str:
+    """The verdict with its caveat, for the table."""
+    return verdict(claim, found) + (BUSY_HERE if found is not None and busy(claim.trial, found["machine"]) else "")
+
+
+def _counts(verdicts: Sequence[str]) -> str:
+    """How many of each kind, and of those how many mean little."""
+    parts = []
+    for kind in (REPRODUCED, REFUTED, UNTESTABLE, MISSING):
+        if count := sum(shown.removesuffix(BUSY_HERE) == kind for shown in verdicts):
+            on_busy = verdicts.count(kind + BUSY_HERE)
+            parts.append(f"{count} {kind}" + (f" ({on_busy} of them timed on a busy machine)" if on_busy else ""))
+    return ", ".join(parts)
 
 
 def _load(results: Path, claim: Claim, part: str) -> dict[str, Any] | None:
@@ -72,7 +87,7 @@ def _section(claim: Claim, found: dict[str, Any] | None, contrary: dict[str, Any
         lines += [f"- **Command:** `{command(claim, claim.trial)}`", f"- **Prediction:** {claim.trial.prediction}"]
     lines.append(f"- **Reference:** {claim.reference}")
     lines.append(f"- **Ours:** {'-' if found is None else found['verdict']}")
-    lines.append(f"- **Verdict:** {verdict(claim, found)}{BUSY if found is not None and busy(claim, found['machine']) else ''}")
+    lines.append(f"- **Verdict:** {verdict(claim, found)}{BUSY if found is not None and busy(claim.trial, found['machine']) else ''}")
     if claim.contrary is not None:
         lines.append(f"- **Where it fails:** {_failing(claim, claim.contrary, contrary)}")
     if found is not None:
@@ -84,16 +99,16 @@ def _section(claim: Claim, found: dict[str, Any] | None, contrary: dict[str, Any
     return "\n".join(lines)
 
 
-def busy(claim: Claim, machine: dict[str, Any]) -> bool:
+def busy(trial: Trial | None, machine: dict[str, Any]) -> bool:
     """Whether seconds count and others ran beside it: then they mean little."""
-    return claim.trial is not None and claim.trial.timed and machine.get("load", 0.0) > machine["cores"] / 2
+    return trial is not None and trial.timed and machine.get("load", 0.0) > machine["cores"] / 2
 
 
 def _how(claim: Claim, machine: dict[str, Any]) -> str:
     if claim.trial is None or claim.trial.simulation is not None:
         return f"simulated or computed, {machine['date']}"
     load = f", load before {machine['load']:g}" if "load" in machine else ""
-    kind = f"timed on {machine['processor']}, {machine['cores']} cores{load}" if claim.trial.timed else "counted, the same on every machine"
+    kind = f"timed on {machine['processor']}, {machine['cores']} cores{load}" if claim.trial.timed else "counted, the same on every machine" if claim.trial.stand_in else "counted"
     return f"{kind}, {machine['date']}"
 
 
@@ -102,7 +117,7 @@ def _failing(claim: Claim, trial: Trial, found: dict[str, Any] | None) -> str:
     if found is None:
         return f"{how} ({trial.because}): {MISSING}"
     outcome = "it held all the same" if found["holds"] else "it fails"
-    return f"{how} ({trial.because}): {outcome}: {found['verdict']}"
+    return f"{how} ({trial.because}): {outcome}: {found['verdict']}{BUSY if busy(trial, found['machine']) else ''}"
 
 
 def _pictures(found: dict[str, Any]) -> list[str]:

@@ -1,6 +1,6 @@
 """Bugs for planted_bugs.py in the CUDA kernels and the code that launches them: (name, file, text, text instead)."""
 
-V1, V2, MERGE, DECODE, TILE = (f"kernels_cu/{name}" for name in ("paged_attention_v1.cu", "paged_attention_v2.cu", "merge_partitions.cu", "paged_decode.cu", "attention_tile.cuh"))
+V2, MERGE, DECODE, TILE = (f"kernels_cu/{name}" for name in ("paged_attention_v2.cu", "merge_partitions.cu", "paged_decode.cu", "attention_tile.cuh"))
 PREFILL, PLAIN, DEVICE, ROPE = (f"kernels_cu/{name}" for name in ("paged_prefill.cu", "plain_prefill.cu", "device.cuh", "rope_and_cache.cu"))
 SKINNY, LOGPROBS, SAMPLE = (f"kernels_cu/{name}" for name in ("skinny_matmul.cu", "token_logprobs.cu", "sample_tokens.cu"))
 PLAN, ATTENTION, BATCH, KERNELS = (f"cupaged/backends/{name}.py" for name in ("split_plan", "kernel_attention", "kernel_batch", "kernels"))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cupaged import LLM, SamplingParams
+from cupaged import LLM
 from cupaged.cli.simulate_text import comparison
 from cupaged.hub import DEFAULT_MODEL
 from cupaged.sim.calibrate import calibrate, compare
@@ -43,7 +43,6 @@ def main() -> int:
     if arguments.requests is not None and arguments.requests < 1:
         parser.error("--requests must be at least 1")
     llm = LLM(arguments.model)
-    llm.generate([0] * 32, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))  # compiles, and touches all weights once
     cost = calibrate(llm.engine)
     found, _ = compare(llm.engine, cost, golden(arguments.requests))
     print(comparison(cost, found).text)

@@ -1,8 +1,6 @@
 """What sharing saves, counted: the real scheduler and cache manager, and a stand-in for the model that answers at random.
 
-Nothing here is timed, so a figure is the same on every machine. The stand-in's candidates for beams are the likeliest
-of 200 tokens with normal logits of standard deviation 3: the best has a probability of about a half, as in a model of
-language.
+Nothing here is timed, so a figure is the same on every machine.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from cupaged.beam import BeamSearch
+from cupaged.bench.stand_in import RandomModel
 from cupaged.cache.eviction import POLICIES
 from cupaged.cache.manager import CacheManager
 from cupaged.params import BeamSearchParams, SamplingParams
 from cupaged.scheduler import Scheduler
 from cupaged.sequence import Request
-from cupaged.step_plan import ModelOutput, StepPlan
 
 BLOCK_SIZE = 16
 LENGTHS = {"Alpaca": (19.31, 58.45), "ShareGPT": (161.31, 337.99)}
@@ -36,24 +34,6 @@ SPREAD = 0.8
 """Standard deviation of the logarithm of a length: a few long ones, many short ones."""
 
 Figures = dict[str, Any]
-
-
-class RandomModel:
-    """Answers plans at random. `computed` counts the tokens that it was asked to compute."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
-        self.computed = 0
-
-    def run(self, plan: StepPlan) -> ModelOutput:
-        self.computed += plan.num_tokens
-        found = {item.seq_id: self._candidates(item.num_candidates) for item in plan.sequences if item.num_candidates}
-        return ModelOutput(self._random.integers(0, 1 << 20, len(plan.samples), np.int32), candidates=found)
-
-    def _candidates(self, count: int) -> tuple[Any, Any]:
-        logits = self._random.normal(0, 3, 200)
-        best = np.argsort(-logits)[:count]
-        return best.astype(np.int32), (logits[best] - np.logaddexp.reduce(logits)).astype(np.float32)
 
 
 def scheduler(num_blocks: int, *, max_seqs: int = 256, prefix_cache: bool = True, eviction: str = "lru") -> Scheduler:

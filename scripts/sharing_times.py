@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import sharing_counts
-from sharing_counts import BLOCK_SIZE, Figures, RandomModel
+from sharing_counts import BLOCK_SIZE, Figures
 
 from cupaged import LLM, SamplingParams
+from cupaged.bench.stand_in import RandomModel
 from cupaged.cache.block_pool import BlockPool
 from cupaged.cache.prefix_tree import PrefixTree
 from cupaged.step_plan import StepRecord

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import evidence  # noqa: E402
 import evidence_document  # noqa: E402
 import evidence_sim  # noqa: E402
 from evidence_claims import CLAIMS, Claim  # noqa: E402
-from evidence_document import BUSY, MISSING, REFUTED, REPRODUCED, UNTESTABLE, render  # noqa: E402
+from evidence_document import BUSY, BUSY_HERE, MISSING, REFUTED, REPRODUCED, UNTESTABLE, render  # noqa: E402
 
 from cupaged.bench.catalogue import BENCHMARKS  # noqa: E402
 
@@ -108,6 +109,48 @@ def test_seconds_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
     for claim in CLAIMS:
         timed = claim.trial is not None and claim.trial.timed
         assert section(document, claim)["Verdict"].endswith(BUSY) == timed, claim.name
+        (row,) = [line for line in document.splitlines() if line.startswith(f"| [{claim.name}]")]
+        assert (f"{REPRODUCED}{BUSY_HERE}" in row) == timed, claim.name
+    timed_claims = [claim for claim in CLAIMS if claim.trial is not None and claim.trial.timed]
+    tried = [claim for claim in CLAIMS if claim.trial is not None]
+    assert f"\n{len(tried)} reproduced ({len(timed_claims)} of them timed on a busy machine), " in document
+
+
+def test_contrary_seconds_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
+    claim = next(c for c in CLAIMS if c.contrary is not None and c.contrary.timed)
+    evidence_document.path(tmp_path, claim, "trial").write_text(json.dumps(FOUND))
+    contrary = FOUND | {"holds": False, "verdict": "no", "machine": FOUND["machine"] | {"load": 3.0}}
+    evidence_document.path(tmp_path, claim, "contrary").write_text(json.dumps(contrary))
+    fields = section(render(CLAIMS, tmp_path), claim)
+    assert fields["Verdict"] == REPRODUCED
+    assert fields["Where it fails"].endswith(f"it fails: no{BUSY}")
+
+
+def test_counts_are_the_same_on_every_machine_where_no_model_is_asked(tmp_path: Path) -> None:
+    for claim in CLAIMS:
+        if claim.trial is not None:
+            evidence_document.path(tmp_path, claim, "trial").write_text(json.dumps(FOUND))
+    document = render(CLAIMS, tmp_path)
+    told = {claim.name: section(document, claim)["How"].split(", 2000")[0] for claim in CLAIMS if claim.trial is not None}
+    assert {name for name, how in told.items() if how == "counted, the same on every machine"} == {"eviction", "queue"}
+    assert {name for name, how in told.items() if how == "counted"} == {"fragmentation", "beam"}
+
+
+@pytest.mark.parametrize(
+    ("reserving", "demand", "paged", "holds", "told"),
+    [
+        (0, 80, 10, True, "8 times as often as paged, 8 times as often as paged, 8 times as often as paged, by load"),
+        (1, 80, 10, False, "preempt 9 times"),
+        (0, 170, 10, False, "17 times as often as paged"),
+        (0, 154, 0, False, "154 times against none"),
+    ],
+)
+def test_preemptions_are_compared_and_none_is_no_divisor(reserving: int, demand: int, paged: int, holds: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"demand": demand, "paged": paged}
+    monkeypatch.setattr(evidence_sim, "run", lambda name, *args: SimpleNamespace(preemptions=counts.get(name, reserving)))
+    report = evidence_sim.preemptions()
+    assert report.holds is holds
+    assert told in report.verdict
 
 
 def test_one_claim_from_run_to_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,15 @@ def test_lines_go_through_their_points() -> None:
     assert lines[-2].split() == ["0", "1", "2", "rate"]
 
 
+@pytest.mark.parametrize("top", [2.0, 0.0212, 1234567.0])
+def test_a_long_label_moves_the_whole_plot(top: float) -> None:
+    lines = text_plot.draw(Plot("lines", "t", "rate", "s", (1, 2), {"a": [0.0, top]})).splitlines()[1:-1]
+    frame = [line.find("│") for line in lines[: text_plot.HEIGHT]]
+    assert frame == [max(5, len(shown_cell(top)))] * text_plot.HEIGHT
+    assert lines[text_plot.HEIGHT].find("└") == frame[0]
+    assert lines[text_plot.HEIGHT + 1].find("1") == frame[0] + 1
+
+
 def test_sizes_that_double_are_spread_evenly() -> None:
     assert text_plot._places([4, 8, 16, 32, 64]) == pytest.approx([0, 15, 30, 44, 59], abs=1)
     assert text_plot._places([1, 2, 3]) == pytest.approx([0, 30, 59], abs=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,12 +13,12 @@ from cupaged.bench.hits import _alone, _waiting
 from cupaged.bench.lab import Choices, Lab
 from cupaged.bench.memory import shares_of
 from cupaged.bench.runner import Moment, Run, serve, serve_one_by_one
-from cupaged.bench.serving import sustained_rate
+from cupaged.bench.serving import rates, sustained_rate
 from cupaged.bench.sharing import articles_example, blocks_saved
 from cupaged.bench.stand_in import stand_in
 from cupaged.cache.states import MemoryStates
 from cupaged.errors import RequestError, WorkloadError
-from cupaged.step_plan import StepPlan, StepRecord
+from cupaged.step_plan import StepRecord
 from cupaged.workloads.generators import make
 from cupaged.workloads.metrics import RequestTimes
 from cupaged.workloads.request import TraceRequest, Workload
@@ -154,13 +155,11 @@ def test_a_contiguous_engine_runs_what_its_reservations_let_it(name: str, runnin
 def test_the_states_of_the_pool_add_up_in_every_step() -> None:
     for name in ("paged", "max", "pow2", "oracle"):
         engine = system(make_engine(ScriptedModel(), num_blocks=16, block_size=4, max_model_len=32), name)
-        plans: list[StepPlan] = []
         with StatesWatch(engine) as watch:
             run = serve(engine, workload(*(request(prompt=3 + i, output=5 + i) for i in range(6))))
         assert len(watch.states) == len(run.moments)
         for states in watch.states:
             assert states.token_states + states.reservation + states.internal + states.external + states.cached == states.pool == 64
-        assert not plans
         states_after = len(watch.states)
         serve(engine, workload(request()))
         assert len(watch.states) == states_after  # it watches no longer
@@ -225,6 +224,44 @@ def test_bursts_move_the_same_requests() -> None:
     spreads = [np.std(gaps) / np.mean(gaps) for gaps in (np.diff([r.arrival for r in w.requests]) for w in (calm, bursty))]
     assert spreads[0] < 1.3
     assert spreads[1] > 2.5
+
+
+def test_a_trace_arrives_at_a_rate_that_is_given_and_else_at_its_own_times(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(f'{{"prompt_tokens": 3, "output": {1 + i % 4}, "arrival": {5 * i}}}\n' for i in range(400)))
+
+    def found(rate: float | None = None, at_once: bool = False, **chosen: object) -> list[float]:
+        made = lab(trace=path, **chosen).workload(50, rate, at_once)
+        assert [r.num_output for r in made.requests] == [1 + i % 4 for i in range(400)]
+        return [r.arrival for r in made.requests]
+
+    own = [5.0 * i for i in range(400)]
+    assert found() == own
+    assert found(at_once=True) == [0.0] * 400
+    assert 400 / found(rate=8.0)[-1] == pytest.approx(8.0, rel=0.15)
+    assert found(rate=8.0) == found(rate=8.0) != found(rate=9.0)
+
+
+def test_the_users_rate_moves_a_trace_and_the_capacity_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt_tokens": 3, "output": 2, "arrival": 40}\n' * 6)
+    mine = lab(trace=path, rate=50.0)
+    assert 0 < mine.workload(50).requests[-1].arrival < 1
+    assert mine.workload(50, at_once=True).requests[-1].arrival == 0
+    assert lab(rate=50.0).workload(50, at_once=True).requests[-1].arrival == 0
+
+
+def test_rates_of_a_trace_are_rates(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt_tokens": 3, "output": 2, "arrival": 40}\n' * 6)
+    mine = lab(trace=path, values=(1.0, 4.0))
+    report = rates(mine)
+    capacity, *offered = mine.workloads
+    assert capacity.requests[-1].arrival == 0
+    assert report.figures["offered"] == pytest.approx([report.figures["capacity"], 4 * report.figures["capacity"]])
+    ends = [w.requests[-1].arrival for w in offered]
+    assert ends[0] == pytest.approx(4 * ends[1])
+    assert ends[:2] == ends[2:]
 
 
 @pytest.mark.parametrize(

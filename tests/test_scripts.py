@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,19 +184,6 @@ def test_read_bandwidth_counts_the_bytes_of_all_threads() -> None:
 # ---- arithmetic
 
 
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1.0), (50, 2.5), (95, 3.85), (100, 4.0)]
-)
-def test_percentile(percent: float, expected: float) -> None:
-    assert bench_figures.percentile([4.0, 1.0, 3.0, 2.0], percent) == pytest.approx(expected)
-    assert bench_figures.percentile([7.0], percent) == 7.0
-
-
-def test_percentile_of_nothing() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        bench_figures.percentile([], 50)
-
-
 def test_ratio_is_between_medians() -> None:
     assert bench_figures.ratio_of_medians([10.0, 30.0, 20.0], [1.0, 5.0, 100.0]) == 4.0
 
@@ -282,10 +270,19 @@ def test_report_tells_how_quiet_the_machine_was() -> None:
     assert "taken by other processes, at worst: 40 % of all cores" in bench_report.render({}, runs)
 
 
-def test_own_children_are_no_disturbance() -> None:
+@pytest.mark.parametrize(("ours", "share"), [(0.0, 0.75), (2.0, 0.25), (3.0, 0.0)])
+def test_own_children_are_no_disturbance(ours: float, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 s of one core, of which all processes took 3 and this one's children so many of them, half in the system."""
+    clock, busy, children = [100.0, 104.0], [1000, 1300], [5.0, 5.0 + ours / 2]
+    monkeypatch.setattr(bench_machine.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(bench_machine.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(bench_machine.os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(bench_machine.Path, "read_text", lambda path, **options: f"cpu  {busy[0] - 60} 10 20 7777 8888 30 0 0\ncpu0 1\n")
+    monkeypatch.setattr(bench_machine.resource, "getrusage", lambda who: SimpleNamespace(ru_utime=children[0], ru_stime=children[0]))
     disturbance = bench_machine.Disturbance()
-    subprocess.run([sys.executable, "-c", "sum(range(20_000_000))"], check=True)
-    assert 0 <= disturbance.share() <= 1
+    for values in (clock, busy, children):
+        del values[0]
+    assert disturbance.share() == pytest.approx(share)
 
 
 def test_host_share_is_what_the_model_does_not_take() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged import LLM, SamplingParams
+from cupaged import LLM
 from cupaged.engine import Engine
 from cupaged.errors import CupagedError, WorkloadError
 from cupaged.sim.calibrate import (
@@ -77,10 +77,21 @@ def test_an_error_is_of_the_throughput() -> None:
     assert (found.predicted, found.measured, found.error) == (12.5, 10.0, pytest.approx(0.25))
 
 
+def test_an_engine_is_warmed_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[str] = []
+
+    def watched(engine: Engine, workload: Workload) -> tuple[float, list[float]]:
+        served.append(workload.name)
+        return run_really(engine, workload)
+
+    monkeypatch.setattr("cupaged.sim.calibrate.run_really", watched)
+    calibrate(stand_in(), repeat=2)
+    assert served == ["warm-up", "calibration", "calibration"]
+
+
 @pytest.mark.slow
 def test_this_computer_is_predicted(smollm2_path: Path) -> None:
     """Within 15 % when nothing else runs here; a busy machine is given twice as much."""
     llm = LLM(str(smollm2_path), max_model_len=1024)
-    llm.generate([7] * 32, SamplingParams(temperature=0, max_tokens=2))
     found, _ = compare(llm.engine, calibrate(llm.engine), make("sharegpt", 6, None, 3, 49152, 600))
     assert abs(found.error) < 0.3

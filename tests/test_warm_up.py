@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType
 
-from cupaged.backends import cpu_jit, open_backend
+from cupaged.backends import compile_ahead, cpu_jit, open_backend
 from cupaged.backends.cpu_formats import FORMATS
 from cupaged.checkpoint import open_checkpoint
 from cupaged.cli.main import run

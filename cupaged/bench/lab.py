@@ -115,25 +115,32 @@ class Lab:
 
     # ---- workloads
 
-    def workload(self, vocab_size: int, max_len: int | None = None, rate: float | None = None) -> Workload:
+    def workload(self, vocab_size: int, rate: float | None = None, at_once: bool = False) -> Workload:
         """The user's workload, or the benchmark's; remembered for the result file.
 
-        Lengths of sharegpt and alpaca keep the paper's ratio to the longest sequence.
+        It arrives at `rate`, all at once, or as the user has it; a trace keeps its own times where no rate is given.
         """
-        longest, rate = max_len or self.max_len, rate or self.rate
+        spread = self.choices.bursts
         if self.choices.trace is not None:
+            rate, spread = rate or self.choices.rate, spread or 1.0
             made = trace.read_jsonl(self.choices.trace, vocab_size, self.seed)
         else:
-            name = self.choices.workload or self._defaults.workload or "sharegpt"
-            if name in DATASETS:
-                dataset = DATASETS[name].scaled(longest / PAPER_LONGEST)
-                made = generators.independent(name, dataset, self.requests, rate, self.seed, vocab_size, longest)
-            else:
-                made = generators.make(name, self.requests, rate, self.seed, vocab_size, longest)
-            if self.choices.bursts and rate:
-                made = made.arriving(arrivals.bursty(rate, self.requests, self.rng(), self.choices.bursts))
+            rate = None if at_once else rate or self.rate
+            made = self._mix(vocab_size, rate)
+        if at_once:
+            made = made.at_once()
+        elif rate and spread:
+            made = made.arriving(arrivals.bursty(rate, len(made.requests), self.rng(), spread))
         self.remember(made)
         return made
+
+    def _mix(self, vocab_size: int, rate: float | None) -> Workload:
+        """Lengths of sharegpt and alpaca keep the paper's ratio to the longest sequence."""
+        name = self.choices.workload or self._defaults.workload or "sharegpt"
+        if name not in DATASETS:
+            return generators.make(name, self.requests, rate, self.seed, vocab_size, self.max_len)
+        dataset = DATASETS[name].scaled(self.max_len / PAPER_LONGEST)
+        return generators.independent(name, dataset, self.requests, rate, self.seed, vocab_size, self.max_len)
 
     def remember(self, workload: Workload) -> None:
         """Save this workload with the result."""

@@ -6,9 +6,8 @@ from cupaged.bench.baseline import SYSTEMS, StatesWatch, system
 from cupaged.bench.lab import Lab
 from cupaged.bench.report import Cell, Plot, Report, Table
 from cupaged.cache.states import MemoryStates
+from cupaged.sim.report import PAPER_STATES
 from cupaged.workloads.metrics import mean
-
-STATES = ("token_states", "reservation", "internal", "external")
 
 
 def fragmentation(lab: Lab) -> Report:
@@ -30,9 +29,9 @@ def fragmentation(lab: Lab) -> Report:
     in_order = shares["paged"]["token_states"] > shares["oracle"]["token_states"] > shares["max"]["token_states"]
     return Report(
         paged >= 90 and in_order,
-        f"{paged:.1f} % of what paged gave out holds tokens, at most {shares['paged']['most wasted']:.1f} slots a sequence are empty; of the pool {shares['paged']['token_states']:.1f} %,"
+        f"{paged:.1f} % of what paged gave out holds tokens, in its worst step {shares['paged']['most wasted']:.1f} slots a sequence are empty on average; of the pool {shares['paged']['token_states']:.1f} %,"
         f" oracle {shares['oracle']['token_states']:.1f} %, pow2 {shares['pow2']['token_states']:.1f} %, max {shares['max']['token_states']:.1f} %",
-        (Table("share of the pool while requests wait, %", ("system", "token states", "reservation", "internal", "external", "tokens, of what is held", "most wasted, tokens a sequence", "mean running"), tuple(rows)),),
+        (Table("share of the pool while requests wait, %", ("system", "token states", "reservation", "internal", "external", "tokens, of what is held", "largest mean waste, tokens a sequence", "mean running"), tuple(rows)),),
         tuple(plots),
         {"shares": shares},
     )
@@ -40,13 +39,13 @@ def fragmentation(lab: Lab) -> Report:
 
 def shares_of(states: list[MemoryStates]) -> dict[str, float]:
     """Means of each state, in percent of the pool, and the tokens in percent of what was given out."""
-    shares = {state: 100 * mean([getattr(s, state) / s.pool for s in states]) for state in STATES}
+    shares = {state: 100 * mean([getattr(s, state) / s.pool for s in states]) for state in PAPER_STATES}
     held = sum(s.token_states + s.reservation + s.internal for s in states)
     return shares | {"of held": 100 * sum(s.token_states for s in states) / held}
 
 
 def _stacked(name: str, seconds: list[float], states: list[MemoryStates]) -> Plot:
-    series = {state.replace("_", " "): [getattr(s, state) / s.pool for s in states] for state in STATES}
+    series = {state.replace("_", " "): [getattr(s, state) / s.pool for s in states] for state in PAPER_STATES}
     return Plot("stack", f"{name}: the pool over time", "s", "share of the pool", tuple(seconds), series)
 
 

@@ -16,6 +16,7 @@ from cupaged.errors import WorkloadError
 from cupaged.outputs import RequestOutput
 from cupaged.params import BeamSearchParams, SamplingParams
 from cupaged.step_plan import StepRecord
+from cupaged.workloads import metrics
 from cupaged.workloads.metrics import RequestTimes, mean
 from cupaged.workloads.request import TraceRequest, Workload
 
@@ -51,12 +52,17 @@ class Run:
     @property
     def seconds(self) -> float:
         """From the first arrival to the last finish."""
-        return max(t.finished for t in self.times) - min(t.arrival for t in self.times)
+        return metrics.seconds(self.times)
+
+    @property
+    def request_rate(self) -> float:
+        """Requests a second."""
+        return metrics.throughput(self.times).requests
 
     @property
     def output_rate(self) -> float:
         """Output tokens a second."""
-        return sum(t.num_output * t.num_answers for t in self.times) / self.seconds
+        return metrics.throughput(self.times).output_tokens
 
     @property
     def computed(self) -> int:

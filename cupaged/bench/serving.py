@@ -36,7 +36,7 @@ def throughput(lab: Lab) -> Report:
 
 
 def _throughput_row(name: str, cache: str, run: Run) -> tuple[Cell, ...]:
-    return name, cache, len(run.times) / run.seconds, run.output_rate, run.mean_running, run.hit_rate, run.preemptions
+    return name, cache, run.request_rate, run.output_rate, run.mean_running, run.hit_rate, run.preemptions
 
 
 # ---- latency
@@ -76,8 +76,8 @@ def rates(lab: Lab) -> Report:
         raise WorkloadError("--values are arrival rates over the measured capacity, each above 0")
     engine = lab.engine(prefix_cache=False)
     vocab_size = engine.model_config.vocab_size
-    whole = lab.serve(engine, lab.workload(vocab_size), "capacity")
-    capacity = len(whole.times) / whole.seconds
+    whole = lab.serve(engine, lab.workload(vocab_size, at_once=True), "capacity")
+    capacity = whole.request_rate
     offered = sorted(value * capacity for value in lab.values)
     series: dict[str, list[float]] = {}
     for name in ("paged", "max"):

@@ -41,7 +41,8 @@ def _lines(plot: Plot) -> list[str]:
             row = HEIGHT - 1 - round((HEIGHT - 1) * max(0.0, value) / top)
             grid[row][column] = mark if grid[row][column] == " " else "■"
     legend = "   ".join(f"{mark} {name}" for mark, name in zip(MARKS, plot.series, strict=False))
-    return [*_framed(grid, shown_cell(float(top)), "0"), *_axis(plot, columns), f"{plot.y_label}: {legend}   ■ several"]
+    highest = shown_cell(float(top))
+    return [*_framed(grid, highest, "0"), *_axis(plot, columns, _margin(highest)), f"{plot.y_label}: {legend}   ■ several"]
 
 
 def _places(x: Sequence[float]) -> list[int]:
@@ -69,23 +70,28 @@ def _stack(plot: Plot) -> list[str]:
             level += share
     legend = "   ".join(f"{shade} {name}" for shade, name in zip(SHADES, names, strict=False))
     first, last = shown_cell(plot.x[0]), shown_cell(plot.x[-1])
-    axis = f"      {first}{last:>{max(1, columns - len(first))}}  {plot.x_label}"
+    axis = f"{' ' * _margin('1')} {first}{last:>{max(1, columns - len(first))}}  {plot.x_label}"
     return [*_framed(grid, "1", "0"), axis, f"{plot.y_label}: {legend}"]
 
 
 def _framed(grid: list[list[str]], top: str, bottom: str) -> list[str]:
     labels = [top, *[""] * (len(grid) - 2), bottom]
-    return [f"{label:>5}│{''.join(row).rstrip()}" for label, row in zip(labels, grid, strict=True)]
+    return [f"{label:>{_margin(top)}}│{''.join(row).rstrip()}" for label, row in zip(labels, grid, strict=True)]
 
 
-def _axis(plot: Plot, columns: Sequence[int]) -> list[str]:
+def _margin(top: str) -> int:
+    """Columns left of a plot, in which its highest value stands."""
+    return max(5, len(top))
+
+
+def _axis(plot: Plot, columns: Sequence[int], margin: int) -> list[str]:
     """The x values under their columns, as far as there is room."""
     line = ""
     for column, x in sorted(zip(columns, plot.x, strict=True), key=lambda pair: pair[0]):
         label = _short(x)
         if column >= len(line) + bool(line):
             line = line.ljust(column) + label
-    return [f"     └{'─' * WIDTH}", f"      {line}  {plot.x_label}"]
+    return [f"{' ' * margin}└{'─' * WIDTH}", f"{' ' * margin} {line}  {plot.x_label}"]
 
 
 def _short(x: Cell) -> str:

@@ -28,11 +28,17 @@ from cupaged.cache.states import MemoryStates
 from cupaged.errors import ConfigError, InvariantError, RequestError, shown
 from cupaged.step_plan import IntArray
 
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 Reservation = Callable[[int, int, int], int]
 
 RESERVATIONS: dict[str, Reservation] = {
     "max": lambda prompt, output, max_len: max_len,
-    "pow2": lambda prompt, output, max_len: min(max_len, prompt + (1 << (output - 1).bit_length()) - 1),
+    "pow2": lambda prompt, output, max_len: min(max_len, prompt + power_of_two(output) - 1),
     "oracle": lambda prompt, output, max_len: prompt + output - 1,
     "demand": lambda prompt, output, max_len: 0,
 }
@@ -122,7 +128,7 @@ class ContiguousCache(CacheManager):
 
     def _run_for(self, slots: int) -> int:
         """Blocks of the run that so many slots take."""
-        return 1 << (self.blocks_for(slots) - 1).bit_length()
+        return power_of_two(self.blocks_for(slots))
 
     @property
     def num_free(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from cupaged.capacity import find_model
 from cupaged.cli import simulate_text as text
@@ -17,7 +18,6 @@ from cupaged.cli.settings import Settings
 from cupaged.cli.terminal import ProgressView, open_llm
 from cupaged.errors import ConfigError, WorkloadError
 from cupaged.hub import DEFAULT_MODEL
-from cupaged.params import SamplingParams
 from cupaged.presets import DEVICES, MODELS, ModelShape, preset
 from cupaged.sim import calibrate, paper, replicas
 from cupaged.sim.report import simulate
@@ -84,12 +84,30 @@ def command(as_paper: bool, as_calibration: bool, as_json: bool, **options: Any)
       cupaged simulate --paper
       cupaged simulate --calibrate --model smollm2-135m-instruct --requests 32
     """
+    _refuse_unused(as_paper, as_calibration, options["num_replicas"] is not None)
     if as_paper:
         _show([text.paper_tables(paper.waste_table(options["count"], options["seed"]), _batches(options))], as_json)
     elif as_calibration:
         _show([_calibration(options)], as_json)
     else:
         _simulate(options, as_json)
+
+
+def _refuse_unused(as_paper: bool, as_calibration: bool, as_fleet: bool) -> None:
+    """Raises ConfigError for an option that was given and would change nothing. Each mode has its own."""
+    context = click.get_current_context()
+    options = {option.name or "": option.opts[0] for option in context.command.params}
+    if as_paper:
+        mode, used = "--paper", {"as_paper", "as_json", "count", "seed"}
+    elif as_calibration:
+        mode, used = "--calibrate", {"as_calibration", "as_json", "model", "max_len", "workload", "count", "seed", "rate"}
+    elif as_fleet:
+        mode, used = "--replicas", options.keys() - {"allocations"}
+    else:
+        mode, used = "a single engine (no --replicas)", options.keys() - {"routings"}
+    for name, shown in options.items():
+        if name not in used and context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise ConfigError(f"{mode} has no use for {shown}: leave it out")
 
 
 def _show(results: list[text.Result], as_json: bool) -> None:
@@ -131,13 +149,16 @@ def _workload(options: dict[str, Any], shape: ModelShape, max_len: int) -> Workl
 
 
 def _calibration(options: dict[str, Any]) -> text.Result:
-    """A prediction for this computer beside the real run. The default preset is no model that can be run: the built-in one is."""
+    """A prediction for this computer beside the real run. The default is no preset here, which cannot be run, but the built-in model."""
     if options["rate"] is not None:
         raise ConfigError("a calibration serves everything at once: leave --rate out")
-    model = options["model"] if options["model"] not in MODELS else DEFAULT_MODEL
+    model, source = options["model"], click.get_current_context().get_parameter_source("model")
+    if source is ParameterSource.DEFAULT:
+        model = DEFAULT_MODEL
+    elif model in MODELS:
+        raise ConfigError(f"--calibrate runs a model, and the preset {model} has no weights: give --model a folder, a file or {DEFAULT_MODEL}")
     engine_options = {"max_model_len": options["max_len"]} if options["max_len"] else {}
     llm = open_llm(Settings(model, engine_options, {}))
-    llm.generate([0] * 32, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))  # compiles, and touches all weights once
     cost = calibrate.calibrate(llm.engine)
     setup = calibrate.setup_of(llm.engine)
     assert setup.max_len is not None

@@ -111,14 +111,8 @@ def steps_of(setup: Setup, workload: Workload) -> list[Work]:
     """The work of every step, when all requests are there at the start."""
     steps: list[Step] = []
     simulator = Simulator(setup.scheduler(), FittedCost(1.0, 0.0, 0.0, 0.0, 0.0), steps.append)
-    simulator.run(at_once(workload).requests)
+    simulator.run(workload.at_once().requests)
     return [step.work for step in steps]
-
-
-def at_once(workload: Workload) -> Workload:
-    """The same requests, all there at the start."""
-    requests = [TraceRequest(0.0, r.prompt, r.num_output, r.session, r.n, r.beams) for r in workload.requests]
-    return Workload.of(workload.name, workload.seed, requests, workload.max_len)
 
 
 def fit(works: Sequence[Work], seconds: Sequence[float]) -> FittedCost:
@@ -138,12 +132,14 @@ def fit(works: Sequence[Work], seconds: Sequence[float]) -> FittedCost:
 
 
 def calibrate(engine: Engine, seed: int = 1, repeat: int = 3) -> FittedCost:
-    """Measure this computer with an engine that is warm, which takes some seconds.
+    """Measure this computer with an engine, which takes some seconds.
 
     The run is repeated, and of each step its fastest time counts: what else the computer did is not a step's cost.
     """
     setup = setup_of(engine).decided()
     assert setup.max_len is not None
+    warm_up = TraceRequest(0.0, np.zeros(min(32, setup.max_len - 2), np.int32), 2)  # compiles, and touches all weights once
+    run_really(engine, Workload.of("warm-up", seed, [warm_up]))
     workload = calibration_workload(setup.model.vocab_size, setup.max_len, setup.max_num_seqs, seed)
     runs = [run_really(engine, workload)[1] for _ in range(repeat)]
     return fit(steps_of(setup, workload), np.min(runs, axis=0).tolist())
@@ -151,6 +147,6 @@ def calibrate(engine: Engine, seed: int = 1, repeat: int = 3) -> FittedCost:
 
 def compare(engine: Engine, cost: FittedCost, workload: Workload) -> tuple[Comparison, Report]:
     """Predict a workload, all at once, then run it."""
-    report = simulate(at_once(workload), setup_of(engine), cost, states_every=0)
+    report = simulate(workload.at_once(), setup_of(engine), cost, states_every=0)
     seconds, _ = run_really(engine, workload)
     return Comparison(report.seconds, seconds, sum(r.num_output for r in workload.requests)), report

@@ -38,29 +38,34 @@ OVERLOAD = 4.0
 """Requests a second that no policy keeps up with: then a pool is as full as its policy lets it be."""
 
 
-def paper_setup(allocation: str, overhead: float = OVERHEAD) -> Setup:
+def paper_setup(allocation: str, overhead: float = OVERHEAD, block_size: int = 16) -> Setup:
     """The paper's machine under one allocation. There is no prefix cache in either system."""
     return Setup(
-        MODELS["opt-13b"], DEVICES["a100-40gb"], allocation=allocation, num_blocks=NUM_BLOCKS, max_len=MAX_LEN, prefix_cache=False, overhead=overhead
-    )
+        MODELS["opt-13b"], DEVICES["a100-40gb"], allocation=allocation, num_blocks=NUM_BLOCKS * 16 // block_size, block_size=block_size,
+        max_len=MAX_LEN, prefix_cache=False, overhead=overhead,
+    )  # fmt: skip
 
 
-def paper_run(allocation: str, dataset: str, rate: float, count: int, seed: int = 0, overhead: float = OVERHEAD) -> Report:
+def paper_run(allocation: str, dataset: str, rate: float, count: int, seed: int = 0, overhead: float = OVERHEAD, block_size: int = 16) -> Report:
     """One policy under one of the paper's workloads."""
-    setup = paper_setup(allocation, overhead)
+    setup = paper_setup(allocation, overhead, block_size)
     return simulate(make(dataset, count, rate, seed, setup.model.vocab_size, MAX_LEN), setup)
 
 
-def waste_table(count: int = 500, seed: int = 0) -> dict[str, dict[str, float]]:
-    """By allocation: the pool's slots by what they are good for, percent, while requests wait for room."""
-    runs = {allocation: paper_run(allocation, "sharegpt", OVERLOAD, count, seed) for allocation in WASTE}
+def waste_table(count: int = 500, seed: int = 0, page: int = 16) -> dict[str, dict[str, float]]:
+    """By allocation: the pool's slots by what they are good for, percent, while requests wait for room.
+
+    `page`: tokens in a block of the paged cache; the others have 16.
+    """
+    sizes = dict.fromkeys(WASTE, 16) | {"paged": page}
+    runs = {allocation: paper_run(allocation, "sharegpt", OVERLOAD, count, seed, block_size=size) for allocation, size in sizes.items()}
     return {allocation: {state: 100 * share for state, share in run.memory_when_full.items()} for allocation, run in runs.items()}
 
 
-def batch_table(dataset: str = "sharegpt", count: int = 500, seed: int = 0) -> dict[str, float]:
+def batch_table(dataset: str = "sharegpt", count: int = 500, seed: int = 0, overhead: float = OVERHEAD) -> dict[str, float]:
     """By allocation: mean batched requests at the rate that the paper gives for the workload."""
     ((rate, paper),) = [(rate, row) for (name, rate), row in BATCH.items() if name == dataset]
-    return {allocation: paper_run(allocation, dataset, rate, count, seed).mean_batch for allocation in paper}
+    return {allocation: paper_run(allocation, dataset, rate, count, seed, overhead).mean_batch for allocation in paper}
 
 
 def fit_overhead(count: int = 1000, seed: int = 0) -> float:

@@ -17,7 +17,10 @@ from cupaged.workloads import metrics
 from cupaged.workloads.metrics import RequestTimes
 from cupaged.workloads.request import Workload
 
-STATES = ("token_states", "reservation", "internal", "external", "cached")
+PAPER_STATES = ("token_states", "reservation", "internal", "external")
+"""What the PagedAttention paper's figure 2 divides a pool into."""
+
+STATES = (*PAPER_STATES, "cached")
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,9 @@ def alpaca(count: int, rate: float | None, seed: int, vocab_size: int, max_len: 
     return independent("alpaca", ALPACA, count, rate, seed, vocab_size, max_len)
 
 
-def code_batch(count: int, rate: float | None, seed: int, vocab_size: int, max_len: int) -> Workload:
-    """Code generation: on average a request fills CODE_SHARE of the longest sequence, half of that with its prompt."""
-    half = Lengths(CODE_SHARE * max_len / 2)
+def code_batch(count: int, rate: float | None, seed: int, vocab_size: int, max_len: int, share: float = CODE_SHARE) -> Workload:
+    """Code generation: on average a request fills such a share of the longest sequence, half of that with its prompt."""
+    half = Lengths(share * max_len / 2)
     return independent("code_batch", Dataset(half, half), count, rate, seed, vocab_size, max_len)
 
 

@@ -74,6 +74,11 @@ def variance(values: Sequence[float]) -> float:
     return mean([(value - middle) ** 2 for value in values])
 
 
+def seconds(times: Sequence[RequestTimes]) -> float:
+    """From the first arrival to the last finish."""
+    return max(t.finished for t in times) - min(t.arrival for t in times)
+
+
 @dataclass(frozen=True, slots=True)
 class Throughput:
     """Per second, from the first arrival to the last finish."""
@@ -87,8 +92,8 @@ def throughput(times: Sequence[RequestTimes]) -> Throughput:
     """Raises WorkloadError where nothing was served, or in no time at all."""
     if not times:
         raise WorkloadError("nothing was served: there is no throughput")
-    seconds = max(t.finished for t in times) - min(t.arrival for t in times)
-    if seconds <= 0:
+    taken = seconds(times)
+    if taken <= 0:
         raise WorkloadError("everything was served in no time: there is no throughput")
     output = sum(t.num_output * t.num_answers for t in times)
-    return Throughput(len(times) / seconds, output / seconds, (output + sum(t.num_prompt for t in times)) / seconds)
+    return Throughput(len(times) / taken, output / taken, (output + sum(t.num_prompt for t in times)) / taken)

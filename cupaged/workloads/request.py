@@ -92,6 +92,10 @@ class Workload:
         moved = (replace(request, arrival=float(time)) for request, time in zip(self.requests, times, strict=True))
         return Workload.of(self.name, self.seed, moved, self.max_len)
 
+    def at_once(self) -> Workload:
+        """The same requests, all there at the start."""
+        return self.arriving([0.0] * len(self.requests))
+
     def describe(self) -> dict[str, str | int | float]:
         """What it is, for a result file: name, seed, totals and means (tokens), seconds from first to last arrival, and
         the mean arrival rate in requests a second (0: all at once)."""
