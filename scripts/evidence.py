@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import evidence_document
+from bench_machine import Disturbance
 from evidence_claims import CLAIMS, Claim, Trial
 
 from cupaged.bench.report import machine
@@ -40,10 +41,12 @@ def run(claim: Claim, trial: Trial, arguments: argparse.Namespace) -> dict[str, 
     command = [sys.executable, "-m", "cupaged", "bench", *trial.bench, "--json", str(path)]
     command += ["--model", arguments.model] if arguments.model else []
     under = shlex.split(arguments.under) if trial.timed else []
+    disturbance = Disturbance()
     done = subprocess.run([*under, *command], capture_output=True, text=True, cwd=ROOT, timeout=None if under else LIMIT_SECONDS)
     if done.returncode:
         raise TrialError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    found["machine"]["others"] = round(disturbance.share(), 3)
     path.unlink()
     return found
 

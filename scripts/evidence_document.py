@@ -28,6 +28,8 @@ claim is reproduced, a setting that should make it fail stands beside it, with w
 """
 BUSY_HERE = ", busy machine"
 BUSY = ", on a machine that was busy: to be run again alone"
+BUSY_SHARE = 0.1
+"""Of all cores' time, for other processes: above it a time says little."""
 REPRODUCED, REFUTED, UNTESTABLE, MISSING = "reproduced", "refuted", "not testable here", "not run"
 
 
@@ -100,15 +102,17 @@ def _section(claim: Claim, found: dict[str, Any] | None, contrary: dict[str, Any
 
 
 def busy(trial: Trial | None, machine: dict[str, Any]) -> bool:
-    """Whether seconds count and others ran beside it: then they mean little."""
-    return trial is not None and trial.timed and machine.get("load", 0.0) > machine["cores"] / 2
+    """Whether seconds count and other processes took much of the machine meanwhile: then they mean little."""
+    return trial is not None and trial.timed and machine["others"] > BUSY_SHARE
 
 
 def _how(claim: Claim, machine: dict[str, Any]) -> str:
     if claim.trial is None or claim.trial.simulation is not None:
         return f"simulated or computed, {machine['date']}"
-    load = f", load before {machine['load']:g}" if "load" in machine else ""
-    kind = f"timed on {machine['processor']}, {machine['cores']} cores{load}" if claim.trial.timed else "counted, the same on every machine" if claim.trial.stand_in else "counted"
+    if claim.trial.timed:
+        kind = f"timed on {machine['processor']}, {machine['cores']} cores, of which other processes took {100 * machine['others']:.0f} %"
+    else:
+        kind = "counted, the same on every machine" if claim.trial.stand_in else "counted"
     return f"{kind}, {machine['date']}"
 
 

@@ -29,7 +29,7 @@ FOUND: dict[str, Any] = {
     "verdict": "as it should be",
     "tables": [{"title": "a table", "header": ["n", "x"], "rows": [[4, 0.5]]}],
     "plots": [{"kind": "bars", "title": "a plot", "x_label": "n", "y_label": "x", "x": [4], "series": {"x": [0.5]}}],
-    "machine": {"processor": "abacus", "cores": 1, "load": 0.5, "date": "2000-01-01"},
+    "machine": {"processor": "abacus", "cores": 1, "others": 0.052, "date": "2000-01-01"},
 }
 
 
@@ -83,7 +83,7 @@ def test_a_document_says_what_was_found_and_what_was_not_run(tmp_path: Path) -> 
     assert fields["Verdict"] == REPRODUCED
     assert fields["Ours"] == "as it should be"
     assert fields["Where it fails"].endswith("): it fails: no")
-    assert fields["How"] == "timed on abacus, 1 cores, load before 0.5, 2000-01-01"
+    assert fields["How"] == "timed on abacus, 1 cores, of which other processes took 5 %, 2000-01-01"
     assert "| 4 | 0.500 |" in fields[""]
     assert "```text\na plot\n" in fields[""]
     others = [section(document, other)["Verdict"] for other in CLAIMS if other is not claim]
@@ -103,7 +103,7 @@ def test_the_verdict_is_the_trials(holds: bool, verdict: str, told: str, tmp_pat
 def test_seconds_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
     for claim in CLAIMS:
         if claim.trial is not None:
-            found = FOUND | {"machine": FOUND["machine"] | {"load": 3.0}}
+            found = FOUND | {"machine": FOUND["machine"] | {"others": 0.3}}
             evidence_document.path(tmp_path, claim, "trial").write_text(json.dumps(found))
     document = render(CLAIMS, tmp_path)
     for claim in CLAIMS:
@@ -119,7 +119,7 @@ def test_seconds_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
 def test_contrary_seconds_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
     claim = next(c for c in CLAIMS if c.contrary is not None and c.contrary.timed)
     evidence_document.path(tmp_path, claim, "trial").write_text(json.dumps(FOUND))
-    contrary = FOUND | {"holds": False, "verdict": "no", "machine": FOUND["machine"] | {"load": 3.0}}
+    contrary = FOUND | {"holds": False, "verdict": "no", "machine": FOUND["machine"] | {"others": 0.3}}
     evidence_document.path(tmp_path, claim, "contrary").write_text(json.dumps(contrary))
     fields = section(render(CLAIMS, tmp_path), claim)
     assert fields["Verdict"] == REPRODUCED
