@@ -10,8 +10,8 @@ decode        decode attention, the engine's kernel, from cold memory
 large         Llama 8B's shape with random weights, end to end, against the floor: weights + KV bytes at the probe's speed
 paging        block tables against contiguous memory, with the two-pass kernel and the tuned one
 prefill       prefill attention, TFLOP/s
-skinny        products of 1 to 16 rows, ours against cuBLAS
-steps         launches of a step; a graph against one launch after the other
+skinny        a layer's products of 1 to 16 rows with their norms, ours in one launch each against cuBLAS
+steps         launches of a step; a graph against one launch after the other; norms inside of products against apart
 small         SmolLM2 end to end, in graphs and without
 setups        the decode kernel with other stages and grids
 l2            L2 hits of decode attention, from the profiler

@@ -2,7 +2,8 @@
 
 V2, MERGE, DECODE, TILE = (f"kernels_cu/{name}" for name in ("paged_attention_v2.cu", "merge_partitions.cu", "paged_decode.cu", "attention_tile.cuh"))
 PREFILL, PLAIN, DEVICE, ROPE = (f"kernels_cu/{name}" for name in ("paged_prefill.cu", "plain_prefill.cu", "device.cuh", "rope_and_cache.cu"))
-SKINNY, LOGPROBS, SAMPLE = (f"kernels_cu/{name}" for name in ("skinny_matmul.cu", "token_logprobs.cu", "sample_tokens.cu"))
+SKINNY, PRODUCT, GATE_UP = (f"kernels_cu/{name}" for name in ("skinny_matmul.cu", "skinny_product.cuh", "skinny_gate_up.cu"))
+LOGPROBS, SAMPLE = (f"kernels_cu/{name}" for name in ("token_logprobs.cu", "sample_tokens.cu"))
 PLAN, ATTENTION, BATCH, KERNELS = (f"cupaged/backends/{name}.py" for name in ("split_plan", "kernel_attention", "kernel_batch", "kernels"))
 
 KERNEL_BUGS = (
@@ -27,6 +28,11 @@ KERNEL_BUGS = (
     ("an address in 32 bits", DEVICE, "return ((block * num_kv_heads + head)", "return ((static_cast<int>(block) * num_kv_heads + head)"),
     ("a padded lane is written to slot 0", ROPE, "head >= num_heads && slot >= 0", "head >= num_heads && slot >= -1"),
     ("the bias is added to what is there twice", SKINNY, "if (add) total += to_float(result);", "if (add) total += to_float(result) + (num_biases > 0 ? bias[first + j] : 0.0f);"),
+    ("the squares are of the scaled row", PRODUCT, "          squares[m] += row[i] * row[i];\n          row[i] *= scale[i];", "          row[i] *= scale[i];\n          squares[m] += row[i] * row[i];"),
+    ("all rows share the first one's factor", PRODUCT, "reduce_lanes<Sum>(squares[m])", "reduce_lanes<Sum>(squares[0])"),
+    ("the norm's factor without eps", PRODUCT, "/ in_width + eps)", "/ in_width)"),
+    ("a fused gate takes the bias of up", GATE_UP, "gate += bias[column];", "gate += bias[width + column];"),
+    ("up is the column behind the gate's", GATE_UP, "there ? of_gate + half : nullptr", "there ? of_gate + in_width : nullptr"),
     ("a share of the row is not searched again", LOGPROBS, "if (threadIdx.x == share) mine = below;", "if (threadIdx.x == share) mine = 0;"),
     ("the search of a share misses its end", LOGPROBS, "other += THREADS * THREADS) {", "other += 2 * THREADS * THREADS) {"),
     ("the kept tokens are one too few", SAMPLE, "find_floor(of_row, vocab_size, Counted{}, top_k[row], 0, highest)", "find_floor(of_row, vocab_size, Counted{}, top_k[row] - 1, 0, highest)"),

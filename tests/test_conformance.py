@@ -120,7 +120,7 @@ class Wrong(ReferenceBackend):
     ("operation", "argument"),
     [
         ("linear", "out"), ("linear", "x"), ("linear_add", "out"), ("linear_silu_mul", "out"), ("embedding", "out"), ("gather_rows", "out"),
-        ("rms_norm", "out"), ("rms_norm", "x"), ("head_rms_norm", "qkv"), ("rope_and_cache", "qkv"), ("rope_and_cache", "value_cache"),
+        ("rms_norm", "out"), ("rms_norm", "x"), ("norm_linear", "out"), ("norm_linear", "x"), ("norm_linear_silu_mul", "out"), ("head_rms_norm", "qkv"), ("rope_and_cache", "qkv"), ("rope_and_cache", "value_cache"),
         ("attention", "out"), ("attention", "qkv"), ("attention", "key_cache"), ("copy_blocks", "key_cache"), ("load_vector", ""),
         ("sample", ""), ("token_logprobs", ""), ("beam_candidates", ""),
     ],

@@ -103,14 +103,14 @@ def test_beams_and_a_16_bit_checkpoint() -> None:
 def test_damaged_logits_are_an_error_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(MODEL, device="cuda", dtype="float32", **ROOMY)
     backend = llm.engine._runner._backend
-    honest = backend.linear
+    honest = backend.norm_linear
 
-    def damaged(x: Any, matrix: Any, out: Any) -> None:
-        honest(x, matrix, out)
+    def damaged(*given: Any, normed: Any, out: Any) -> None:
+        honest(*given, normed=normed, out=out)
         if out.shape[1] == llm.engine.model_config.vocab_size:
             backend._device.fill(out, np.full(out.shape, np.nan, np.float32))
 
-    monkeypatch.setattr(backend, "linear", damaged)
+    monkeypatch.setattr(backend, "norm_linear", damaged)
     with pytest.raises(Exception, match="the logits hold NaN or infinity"):
         tokens(llm)
 

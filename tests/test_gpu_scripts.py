@@ -80,7 +80,9 @@ def test_every_measurement_runs_in_tiny_sizes(tmp_path: Path, capsys: pytest.Cap
     assert {"us", "GB/s", "% of the probe", "target %", "apart from v2"} == set(figures["decode"])
     assert {"tuned paged us", "tuned contiguous us", "tuned penalty %", "v2 paged us", "v2 contiguous us", "v2 penalty %"} < set(figures["paging"])
     assert {"step ms", "floor ms", "% of the floor's speed", "decode tokens/s"} <= set(figures["large"])
-    assert figures["steps"]["launches"] > 10
+    assert figures["steps"]["launches"] == 7 * random_model.TINY.num_layers + 2, "7 a layer, the embedding, the head"
+    assert figures["steps"]["launches apart"] == 10 * random_model.TINY.num_layers + 3
+    assert {"ours us", "apart us", "cuBLAS us", "faster"} < set(figures["skinny"])
     assert all(value > 0 for part in parts["probe"] for value in part["figures"].values())
     table = capsys.readouterr().out
     assert "the figures mean nothing" in table

@@ -20,11 +20,11 @@ from cupaged.backends import emu, kernel_specs, sampling
 from cupaged.backends.base import AttentionBatch
 from cupaged.backends.emu_device import EmuDevice
 from cupaged.backends.kernel_sampling import KernelSampler
-from cupaged.backends.kernels import KernelBackend
+from cupaged.backends.kernels import SKINNY_ROWS, KernelBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.backends.split_plan import plan_decode
 from cupaged.conformance.paged import Paged
-from cupaged.conformance.steps import load_batch
+from cupaged.conformance.steps import Stored, load_batch
 from cupaged.conformance.subject import random
 from cupaged.errors import InvariantError, KernelError
 from tests.support.kernels import skip_without_compiler
@@ -103,21 +103,74 @@ def test_a_token_table_of_any_type_gives_activations_of_any_type(name: str) -> N
         assert np.array_equal(out, table[ids].astype(dtype))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4])
+PRODUCTS = [("float32", "float32", "float32"), ("bfloat16", "bfloat16", "float32"), ("float16", "float32", "float32"), ("float16", "float16", "float16")]
+"""Types of weights, activations and results."""
+
+few_rows = pytest.mark.parametrize("rows", [1, 3, 4])
+product_types = pytest.mark.parametrize(("weights", "activations", "results"), PRODUCTS)
+
+
+@few_rows
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 1), (264, 19), (576, 8)])
-@pytest.mark.parametrize(("weights", "activations", "results"), [("float32", "float32", "float32"), ("bfloat16", "bfloat16", "float32"), ("float16", "float32", "float32"), ("float16", "float16", "float16")])
+@product_types
 @pytest.mark.parametrize(("biased", "add"), [(True, False), (False, False), (True, True), (False, True)])
-def test_products_of_few_rows(rows: int, inputs: int, outputs: int, weights: str, activations: str, results: str, biased: bool, add: bool) -> None:
+@pytest.mark.parametrize("normed", [0, 1])
+def test_products_of_few_rows(rows: int, inputs: int, outputs: int, weights: str, activations: str, results: str, biased: bool, add: bool, normed: int) -> None:
     x, weight, bias = rounded(random(0, rows, inputs), activations), rounded(random(1, outputs, inputs), weights), 10 * random(2, outputs)
-    residual = rounded(random(3, rows, outputs), results)
+    norm, eps, residual = random(4, inputs), 0.5, rounded(random(3, rows, outputs), results)
     out = emu.empty((rows, outputs), TYPES[results][0])
     launch = kernel_specs.SKINNY_MATMUL.bind(
-        x=emu.array(x, TYPES[activations][0]), weight=emu.array(weight, TYPES[weights][0]), bias=bias if biased else emu.empty((0,)), out=out, add=add
-    )
+        x=emu.array(x, TYPES[activations][0]), norm=norm if normed else emu.empty((0,)), eps=eps, weight=emu.array(weight, TYPES[weights][0]),
+        bias=bias if biased else emu.empty((0,)), out=out, add=add, normed=normed,
+    )  # fmt: skip
     out[...] = residual if add else np.nan
     EmuDevice("check").launch(launch)
-    expected = x.astype(np.float64) @ weight.astype(np.float64).T + (bias if biased else 0) + (residual if add else 0)
+    read = normalised(x, norm, eps) if normed else x.astype(np.float64)
+    expected = read @ weight.astype(np.float64).T + (bias if biased else 0) + (residual if add else 0)
     close(out, expected.astype(np.float32), results)
+
+
+def normalised(x: np.ndarray, norm: np.ndarray, eps: float) -> np.ndarray:
+    wide = x.astype(np.float64)
+    return np.asarray(wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * norm)
+
+
+@few_rows
+@pytest.mark.parametrize(("inputs", "width"), [(8, 1), (264, 19), (576, 8)])
+@product_types
+@pytest.mark.parametrize("biased", [False, True])
+def test_gates_of_few_rows(rows: int, inputs: int, width: int, weights: str, activations: str, results: str, biased: bool) -> None:
+    x, weight, bias = rounded(random(0, rows, inputs), activations), rounded(random(1, 2 * width, inputs), weights), 10 * random(2, 2 * width)
+    norm, eps = random(4, inputs), 0.5
+    out = emu.empty((rows, width), TYPES[results][0])
+    launch = kernel_specs.SKINNY_GATE_UP.bind(
+        x=emu.array(x, TYPES[activations][0]), norm=norm, eps=eps, weight=emu.array(weight, TYPES[weights][0]), bias=bias if biased else emu.empty((0,)), out=out
+    )
+    EmuDevice("check").launch(launch)
+    gate, up = np.split(normalised(x, norm, eps) @ weight.astype(np.float64).T + (bias if biased else 0), 2, axis=1)
+    close(out, (gate / (1 + np.exp(-gate)) * up).astype(np.float32), results)
+
+
+@pytest.mark.parametrize("scale", [2.0**-50, 2.0**-10, 2.0**13, 2.0**50])
+def test_a_norm_in_a_product_is_as_exact_for_small_and_large_rows(scale: float) -> None:
+    x, weight, norm, out = np.float32(scale) * random(0, 2, 264), random(1, 19, 264), random(2, 264), emu.empty((2, 19))
+    EmuDevice("check").launch(
+        kernel_specs.SKINNY_MATMUL.bind(x=emu.array(x), norm=norm, eps=0.0, weight=emu.array(weight), bias=emu.empty((0,)), out=out, add=False, normed=1)
+    )
+    close(out, (normalised(x, norm, 0.0) @ weight.astype(np.float64).T).astype(np.float32), "float32")
+
+
+def test_few_rows_are_normalised_multiplied_and_gated_in_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    honest = EmuDevice.launch
+    monkeypatch.setattr(EmuDevice, "launch", lambda self, launch: (launched.append(launch.variant.kernel), honest(self, launch))[1])
+    backend = checked()
+    norm, qkv, gate_up = random(0, 16), backend.load_matrix([Stored(random(1, 5, 16))]), backend.load_gate_up(Stored(random(2, 6, 16)), Stored(random(3, 6, 16)))
+    for rows in (SKINNY_ROWS, SKINNY_ROWS + 1):
+        x, normed, out, work, activated = emu.array(random(4, rows, 16)), *(emu.empty((rows, width)) for width in (16, 5, 12, 6))
+        backend.norm_linear(x, norm, 1e-5, qkv, normed, out)
+        backend.norm_linear_silu_mul(x, norm, 1e-5, gate_up, normed, work, activated)
+    assert launched == ["skinny_matmul", "skinny_gate_up", "rms_norm", "rms_norm", "silu_mul"]
 
 
 # ---- the paged cache
@@ -375,11 +428,16 @@ def everything(name: str, schedule: emu.Schedule) -> list[np.ndarray]:
     norm, product = emu.empty((3, 576), dtype), emu.empty((3, 40), dtype)
     x = emu.array(random(0, 3, 576), dtype)
     backend.rms_norm(x, random(1, 576), 1e-5, norm)
-    launch = kernel_specs.SKINNY_MATMUL.bind(x=x, weight=emu.array(random(2, 40, 576), dtype), bias=emu.empty((0,)), out=product, add=False)
-    EmuDevice("check", schedule, seed=7).launch(launch)
+    gated, weight, gate_up = emu.empty((3, 21), dtype), emu.array(random(2, 40, 576), dtype), emu.array(random(3, 42, 576), dtype)
+    same: dict[str, Any] = {"x": x, "norm": random(1, 576), "eps": 1e-5, "bias": emu.empty((0,))}
+    for launch in (
+        kernel_specs.SKINNY_MATMUL.bind(weight=weight, out=product, add=False, normed=1, **same),
+        kernel_specs.SKINNY_GATE_UP.bind(weight=gate_up, out=gated, **same),
+    ):
+        EmuDevice("check", schedule, seed=7).launch(launch)
     logits = np.stack([random_logits(s, 500, 3.0) for s in range(4)])
     reports = backend.token_logprobs(emu.array(logits), np.zeros(4, np.int32), 3)
-    return [*results, norm, product, backend.sample(emu.array(logits), batch_of(ROWS[:4])), *reports, *backend.beam_candidates(emu.array(logits), 8)]
+    return [*results, norm, product, gated, backend.sample(emu.array(logits), batch_of(ROWS[:4])), *reports, *backend.beam_candidates(emu.array(logits), 8)]
 
 
 @every_type

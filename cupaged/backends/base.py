@@ -231,6 +231,17 @@ class Backend(Protocol):
         """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; x, out [T, E] (arXiv 1910.07467)."""
         ...
 
+    def norm_linear(self, x: Array, norm: Array, eps: float, matrix: Matrix, normed: Array, out: Array) -> None:
+        """`linear` of `rms_norm` of x: x [T, in], norm float32 [in], out [T, out].
+
+        `normed` [T, in] is memory that the operation may use.
+        """
+        ...
+
+    def norm_linear_silu_mul(self, x: Array, norm: Array, eps: float, matrix: Matrix, normed: Array, work: Array, out: Array) -> None:
+        """`linear_silu_mul` of `rms_norm` of x; x and `normed` as in `norm_linear`, the rest as in `linear_silu_mul`."""
+        ...
+
     def head_rms_norm(self, qkv: Array, q_weight: Array, k_weight: Array, num_heads: int, num_kv_heads: int, eps: float) -> None:
         """Normalise each query and key head in place (Qwen3); qkv [T, (H + 2K) * D], weights [D]."""
         ...

@@ -193,6 +193,14 @@ class CpuBackend:
         words = x, _stride(x), weight, float_word(eps), x.shape[1], out, _stride(out)
         self._do(cpu_rows.rms_norm, len(out), words, out.size)
 
+    def norm_linear(self, x: F32, norm: F32, eps: float, matrix: PackedMatrix, normed: F32, out: F32) -> None:
+        self.rms_norm(x, norm, eps, normed)
+        self.linear(normed, matrix, out)
+
+    def norm_linear_silu_mul(self, x: F32, norm: F32, eps: float, matrix: PackedMatrix, normed: F32, work: F32, out: F32) -> None:
+        self.rms_norm(x, norm, eps, normed)
+        self.linear_silu_mul(normed, matrix, work, out)
+
     def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
         _expect(qkv.shape[1] == (num_heads + 2 * num_kv_heads) * len(q_weight) and len(k_weight) == len(q_weight), "head_rms_norm", qkv)
         words = qkv, _stride(qkv), q_weight, k_weight, float_word(eps), len(q_weight), num_heads, num_kv_heads

@@ -16,6 +16,9 @@ HEAD_DIMS = (16, 32, 64, 128)
 PAGED = (1, 0)
 """1: through the block table; 0: the twin over contiguous memory, which shows what the table costs."""
 
+NORMED = (0, 1)
+"""1: the product is of rms_norm(x)."""
+
 QKV = "rows, (num_heads + 2 * num_kv_heads) * head_dim"
 POOL = "num_blocks, num_kv_heads, block_size, head_dim"
 
@@ -92,8 +95,9 @@ ADD_BIAS = KernelSpec(
 )  # fmt: skip
 
 SKINNY_MATMUL = KernelSpec(
-    "skinny_matmul", "out = x @ weight.T + bias, or out += it, for at most 4 rows",
+    "skinny_matmul", "out = x @ weight.T + bias, or out += it, for at most 4 rows; of x or of its rms_norm",
     read("x", "ACT_T", "rows, in_width"),
+    read("norm", "float32", "normed * in_width"),
     read("weight", "WEIGHT_T", "out_width, in_width"),
     read("bias", "float32", "num_biases"),
     write("out", "OUT_T", "rows, out_width"),
@@ -101,8 +105,24 @@ SKINNY_MATMUL = KernelSpec(
     scalar("in_width"),
     scalar("out_width"),
     scalar("num_biases"),
+    scalar("eps", "float32"),
     scalar("add"),
-    grid="ceil_div(out_width, 8)", block=128, registers=96,
+    grid="ceil_div(out_width, 8)", block=128, macros={"normed": NORMED},
+)  # fmt: skip
+
+SKINNY_GATE_UP = KernelSpec(
+    "skinny_gate_up", "out = silu(gate) * up, both of them products of rms_norm(x), for at most 4 rows",
+    read("x", "ACT_T", "rows, in_width"),
+    read("norm", "float32", "in_width"),
+    read("weight", "WEIGHT_T", "2 * width, in_width"),
+    read("bias", "float32", "num_biases"),
+    write("out", "OUT_T", "rows, width"),
+    scalar("rows"),
+    scalar("in_width"),
+    scalar("width"),
+    scalar("num_biases"),
+    scalar("eps", "float32"),
+    grid="ceil_div(width, 4)", block=128,
 )  # fmt: skip
 
 COPY_BLOCKS = KernelSpec(

@@ -28,7 +28,8 @@ from cupaged.backends.launch import KernelSpec
 from cupaged.tensor_source import TensorSource
 
 SKINNY_ROWS = 4
-"""Up to so many rows a product is one of our own kernels: there is nothing in it but reading the weights."""
+"""Up to so many rows a product is one of our own kernels, with the norm before it and the activation behind it: there is
+nothing in it but reading the weights, and less than a launch costs where they are small. The kernels take no more than 4."""
 
 CHUNK_BYTES = 4 << 20
 """How much of a tensor is read at once while loading."""
@@ -59,7 +60,7 @@ class KernelBackend:
         self._device = device
         self.activations = self._dtype = np.dtype(dtype)
         self._kv_dtype = self._dtype if kv_dtype is None else np.dtype(kv_dtype)
-        self._no_bias = device.empty((0,), np.float32)
+        self._no_numbers = device.empty((0,), np.float32)
         self._attention = KernelAttention(device, self._kv_dtype)
         self._sampler = KernelSampler(device)
         self._graphs = graphs
@@ -102,7 +103,7 @@ class KernelBackend:
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
-        return DeviceMatrix(self._load(parts, self._dtype), self._no_bias if bias is None else self._load(bias, np.dtype(np.float32)))
+        return DeviceMatrix(self._load(parts, self._dtype), self._no_numbers if bias is None else self._load(bias, np.dtype(np.float32)))
 
     def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
         return self.load_matrix([gate, up], bias)
@@ -111,7 +112,7 @@ class KernelBackend:
         return self._load([source], np.dtype(np.float32))
 
     def load_embedding(self, source: TensorSource, *, tied: bool) -> DeviceMatrix:
-        return DeviceMatrix(self._load([source], self._dtype), self._no_bias)
+        return DeviceMatrix(self._load([source], self._dtype), self._no_numbers)
 
     def _load(self, sources: Sequence[TensorSource], dtype: np.dtype[Any]) -> Array:
         """The tensors one after the other along their first axis, read a few MB at a time."""
@@ -152,9 +153,23 @@ class KernelBackend:
         self._product(x, matrix, work, add=False)
         self._run(specs.SILU_MUL, gate_up=work, out=out)
 
+    def norm_linear(self, x: Array, norm: Array, eps: float, matrix: DeviceMatrix, normed: Array, out: Array) -> None:
+        if _is_skinny(x):
+            self._run(specs.SKINNY_MATMUL, x=x, norm=norm, eps=eps, weight=matrix.weight, bias=matrix.bias, out=out, add=False, normed=1)
+            return
+        self.rms_norm(x, norm, eps, normed)
+        self.linear(normed, matrix, out)
+
+    def norm_linear_silu_mul(self, x: Array, norm: Array, eps: float, matrix: DeviceMatrix, normed: Array, work: Array, out: Array) -> None:
+        if _is_skinny(x):
+            self._run(specs.SKINNY_GATE_UP, x=x, norm=norm, eps=eps, weight=matrix.weight, bias=matrix.bias, out=out)
+            return
+        self.rms_norm(x, norm, eps, normed)
+        self.linear_silu_mul(normed, matrix, work, out)
+
     def _product(self, x: Array, matrix: DeviceMatrix, out: Array, *, add: bool) -> None:
-        if len(x) <= SKINNY_ROWS and x.shape[1] % 8 == 0:
-            self._run(specs.SKINNY_MATMUL, x=x, weight=matrix.weight, bias=matrix.bias, out=out, add=add)
+        if _is_skinny(x):
+            self._run(specs.SKINNY_MATMUL, x=x, norm=self._no_numbers, eps=0.0, weight=matrix.weight, bias=matrix.bias, out=out, add=add, normed=0)
             return
         self._device.gemm(x, matrix.weight, out, add=add)
         if len(matrix.bias):
@@ -221,3 +236,8 @@ class KernelBackend:
                 source_key=source_key, source_value=source_value, target_key=target_key, target_value=target_value,
                 pairs=self._device.upload(np.ascontiguousarray(pairs)),
             )  # fmt: skip
+
+
+def _is_skinny(x: Array) -> bool:
+    """Whether a product of x is our own kernel's."""
+    return len(x) <= SKINNY_ROWS and x.shape[1] % 8 == 0

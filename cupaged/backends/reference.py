@@ -135,6 +135,14 @@ class ReferenceBackend:
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         out[:] = _rms_norm(x, weight, eps)
 
+    def norm_linear(self, x: F32, norm: F32, eps: float, matrix: DenseMatrix, normed: F32, out: F32) -> None:
+        self.rms_norm(x, norm, eps, normed)
+        self.linear(normed, matrix, out)
+
+    def norm_linear_silu_mul(self, x: F32, norm: F32, eps: float, matrix: DenseMatrix, normed: F32, work: F32, out: F32) -> None:
+        self.rms_norm(x, norm, eps, normed)
+        self.linear_silu_mul(normed, matrix, work, out)
+
     def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
         heads = qkv.reshape(len(qkv), -1, len(q_weight))
         query, key = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]

@@ -144,6 +144,63 @@ def silu_is_right_number_by_number_and_neither_overflows_nor_loses_a_sign(subjec
     expect(near.all(), f"silu is wrong at {gate[~near][:3]}")
 
 
+NORM_SHAPES = [(5, 7), (8, 1), (64, 50), (264, 19), (576, 200)]
+"""(in, out): the kernels for few rows take widths of whole vectors, a multiple of 8."""
+
+NORM_ROWS = (1, 2, 3, 4, 5, 130)
+
+
+@check("norm_linear", shape=NORM_SHAPES, biased=[False, True], rows=NORM_ROWS)
+def multiplies_the_normalised_rows(subject: Subject, rows: int, shape: tuple[int, int], biased: bool) -> None:
+    inputs, outputs = shape
+    weight, bias, x, norm = subject.random(0, outputs, inputs), random(1, outputs), subject.random(2, rows, inputs), 1 + random(3, inputs)
+    matrix = subject.backend.load_matrix([Stored(weight)], [Stored(bias)] if biased else None)
+    uploaded, work, out = subject.upload(x), subject.output(rows, inputs), subject.output(rows, outputs)
+    subject.backend.norm_linear(uploaded, subject.backend.load_vector(Stored(norm)), 0.25, matrix, work.array, out.array)
+    out.check(normed(x, norm, 0.25) @ float64(weight).T + (float64(bias) if biased else 0))
+    work.numbers()  # has its rim
+    expect_equal(subject.download(uploaded).astype(np.float32), x, "the input")
+
+
+@check("norm_linear", scale=[2.0**-10, 2.0**13], rows=[1, 4, 5])
+def a_factor_of_the_row_does_not_reach_the_product(subject: Subject, rows: int, scale: float) -> None:
+    x, weight, norm = (scale * subject.random(0, rows, 64)).astype(np.float32), subject.random(1, 30, 64), random(2, 64)
+    uploaded, out = subject.upload(x), subject.output(rows, 30)
+    x = subject.download(uploaded).astype(np.float32)
+    loaded = subject.backend.load_vector(Stored(norm)), subject.backend.load_matrix([Stored(weight)])
+    subject.backend.norm_linear(uploaded, loaded[0], 1e-5, loaded[1], subject.output(rows, 64).array, out.array)
+    out.check(normed(x, norm, 1e-5) @ float64(weight).T)
+
+
+@check("norm_linear_silu_mul", shape=NORM_SHAPES, biased=[False, True], rows=NORM_ROWS)
+def gates_of_normalised_rows(subject: Subject, rows: int, shape: tuple[int, int], biased: bool) -> None:
+    inputs, width = shape
+    gate, up, x, norm = subject.random(0, width, inputs), subject.random(1, width, inputs), subject.random(2, rows, inputs), 1 + random(3, inputs)
+    biases = [random(4, width), random(5, width)]
+    matrix = subject.backend.load_gate_up(Stored(gate), Stored(up), [Stored(b) for b in biases] if biased else None)
+    uploaded, work, both, out = subject.upload(x), subject.output(rows, inputs), subject.output(rows, 2 * width), subject.output(rows, width)
+    subject.backend.norm_linear_silu_mul(uploaded, subject.backend.load_vector(Stored(norm)), 0.25, matrix, work.array, both.array, out.array)
+    g, u = (normed(x, norm, 0.25) @ float64(w).T + (float64(b) if biased else 0) for w, b in zip((gate, up), biases, strict=True))
+    out.check(g / (1 + np.exp(-g)) * u, 2 * subject.tolerance)  # the work may be rounded, too
+    for memory in (work, both):
+        memory.numbers()  # has its rim
+    expect_equal(subject.download(uploaded).astype(np.float32), x, "the input")
+
+
+@check("norm_linear_silu_mul", rows=[1, 5])
+def silu_of_a_normalised_row_does_not_overflow(subject: Subject, rows: int) -> None:
+    numbers = rounded(np.array([-1e4, -200.0, -60.0, -1.0, 0.0, 1.0, 60.0, 200.0, 1e4]), subject.dtype)
+    gate, up = np.zeros((2, len(numbers), 8), np.float32)
+    gate[:, 3], up[:, 5] = numbers, 1
+    matrix, ones = subject.backend.load_gate_up(Stored(gate), Stored(up)), subject.backend.load_vector(Stored(np.ones(8, np.float32)))
+    work, both, out = subject.output(rows, 8), subject.output(rows, 2 * len(numbers)), subject.output(rows, len(numbers))
+    with np.errstate(over="raise"):
+        subject.backend.norm_linear_silu_mul(subject.upload(np.ones((rows, 8))), ones, 0.0, matrix, work.array, both.array, out.array)
+    expected = float64(numbers) / (1 + np.exp(-np.clip(float64(numbers), -700, None)))
+    near = np.isclose(out.numbers(), expected, rtol=subject.tolerance, atol=1e-6).all(0)
+    expect(near.all(), f"silu is wrong at {numbers[~near]}")
+
+
 @check("record")
 def a_program_runs_its_operations_for_any_number_of_rows(subject: Subject) -> None:
     backend, weight, other = subject.backend, subject.random(0, 40, 24), subject.random(1, 24, 40)

@@ -59,22 +59,25 @@ class Llama:
 
 
 def forward(ops: Backend, model: Llama, kv: KVStore, batch: Batch, b: Buffers) -> None:
-    """Compute all rows of a step: b.normed becomes the normalised hidden states [T, E], ready for the head. K and V go to `kv`."""
+    """Compute all rows of a step: b.hidden becomes the hidden states [T, E] behind the last layer. K and V go to `kv`."""
     config, weights = model.config, model.weights
     heads, eps, scale = config.num_heads, config.rms_norm_eps, config.head_dim**-0.5
 
     ops.embedding(weights.embedding, batch, out=b.hidden)
     for i, layer in enumerate(weights.layers):
         key, value = kv.layer(i)
-        ops.rms_norm(b.hidden, layer.input_norm, eps, out=b.normed)
-        ops.linear(b.normed, layer.qkv, out=b.qkv)
+        ops.norm_linear(b.hidden, layer.input_norm, eps, layer.qkv, normed=b.normed, out=b.qkv)
         if layer.q_norm is not None:
             ops.head_rms_norm(b.qkv, layer.q_norm, layer.k_norm, heads, config.num_kv_heads, eps)
         ops.rope_and_cache(b.qkv, model.cos, model.sin, batch, heads, key, value)
         ops.attention(b.qkv, key, value, batch, heads, scale, config.window(i), out=b.attention)
         ops.linear_add(b.attention, layer.output, out=b.hidden)
 
-        ops.rms_norm(b.hidden, layer.post_norm, eps, out=b.normed)
-        ops.linear_silu_mul(b.normed, layer.gate_up, work=b.gate_up, out=b.activated)
+        ops.norm_linear_silu_mul(b.hidden, layer.post_norm, eps, layer.gate_up, normed=b.normed, work=b.gate_up, out=b.activated)
         ops.linear_add(b.activated, layer.down, out=b.hidden)
-    ops.rms_norm(b.hidden, weights.final_norm, eps, out=b.normed)
+
+
+def head(ops: Backend, model: Llama, hidden: Array, normed: Array, logits: Array) -> None:
+    """The logits [R, V] of rows of hidden states [R, E]; `normed` [R, E] is memory to use."""
+    weights = model.weights
+    ops.norm_linear(hidden, weights.final_norm, model.config.rms_norm_eps, weights.lm_head, normed=normed, out=logits)

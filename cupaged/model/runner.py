@@ -12,7 +12,7 @@ from cupaged.model import batch as batches
 from cupaged.model import sampler
 from cupaged.model.kv_store import KVStore
 from cupaged.model.late_output import LateCandidates, LateLogprobs, LateOutput
-from cupaged.model.llama import Buffers, Llama, forward
+from cupaged.model.llama import Buffers, Llama, forward, head
 from cupaged.step_plan import IntArray, ModelOutput, SampleSpec, StepPlan
 
 LOGPROB_ROWS = 64
@@ -50,9 +50,9 @@ class Runner:
         )
         batch = self._batch  # and not self: a runner that is dropped must give its memory back at once
         self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
-        self._hidden = buffers.normed
+        self._hidden = buffers.hidden
         logit_rows = max(max_seqs, LOGPROB_ROWS)
-        self._rows = backend.empty((logit_rows, config.hidden_size), backend.activations)
+        self._rows, self._normed = (backend.empty((logit_rows, config.hidden_size), backend.activations) for _ in range(2))
         self._logits = backend.empty((logit_rows, config.vocab_size), np.float32)
 
     def run(self, plan: StepPlan) -> ModelOutput:
@@ -82,7 +82,7 @@ class Runner:
             chosen = hidden
         else:
             self._backend.gather_rows(hidden, self._backend.upload(rows), out=chosen)
-        self._backend.linear(chosen, self._model.weights.lm_head, out=logits)
+        head(self._backend, self._model, chosen, self._normed[: len(rows)], logits)
         return logits
 
     def _sample(self, specs: Sequence[SampleSpec], rows: IntArray, hidden: Array) -> tuple[Download | None, LateLogprobs | None]:

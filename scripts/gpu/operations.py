@@ -42,21 +42,31 @@ def _products(both: Both) -> Figures:
                 matrix = backend.load_matrix([Stored(weight[:1]), Stored(weight[1:])], biased and [Stored(biased[0].read(0, 1)), Stored(biased[0].read(1))])
                 (backend.linear_add if add else backend.linear)(upload(x), matrix, out)
 
+            def normed(backend: Backend, upload: Any, out: Array, weight: Any = weight, x: Any = x, biased: Any = biased) -> None:
+                norm, matrix = backend.load_vector(Stored(1 + x[0])), backend.load_matrix([Stored(weight)], biased)
+                backend.norm_linear(upload(x), norm, 1e-5, matrix, backend.empty(x.shape, backend.activations), out)
+
             worst = max(worst, both.compare((rows, outputs), partial(linear, add=False)), both.compare((rows, outputs), partial(linear, add=True), start))
+            worst = max(worst, both.compare((rows, outputs), normed))
     return {"largest error": worst}
 
 
 def _gate(both: Both) -> Figures:
     worst = 0.0
-    for rows, inputs, width in ((1, 64, 40), (7, 40, 1030), (130, 64, 32)):
+    for rows, inputs, width in ((1, 64, 40), (3, 264, 19), (4, 576, 33), (7, 40, 1030), (130, 64, 32)):
         gate, up, x = (rounded(i, both.dtype, *s) for i, s in enumerate(((width, inputs), (width, inputs), (rows, inputs))))
 
         def run(backend: Backend, upload: Any, out: Array, gate: Any = gate, up: Any = up, x: Any = x) -> None:
             work = backend.empty((len(x), 2 * len(up)), backend.activations)
             backend.linear_silu_mul(upload(x), backend.load_gate_up(Stored(gate), Stored(up)), work, out)
 
+        def normed(backend: Backend, upload: Any, out: Array, gate: Any = gate, up: Any = up, x: Any = x) -> None:
+            norm, matrix = backend.load_vector(Stored(1 + x[0])), backend.load_gate_up(Stored(gate), Stored(up))
+            memory = (backend.empty((len(x), n), backend.activations) for n in (x.shape[1], 2 * len(up)))
+            backend.norm_linear_silu_mul(upload(x), norm, 1e-5, matrix, *memory, out)
+
         # the products are rounded to the type before they are multiplied
-        worst = max(worst, both.compare((rows, width), run))
+        worst = max(worst, both.compare((rows, width), run), both.compare((rows, width), normed))
     return {"largest error": worst}
 
 
@@ -156,6 +166,6 @@ def _sampling(both: Both) -> Figures:
 
 
 OPERATIONS: dict[str, Callable[[Both], Figures]] = {
-    "linear and linear_add": _products, "linear_silu_mul": _gate, "rms_norm and head_rms_norm": _norms, "embedding and gather_rows": _rows,
+    "linear, linear_add and norm_linear": _products, "linear_silu_mul and norm_linear_silu_mul": _gate, "rms_norm and head_rms_norm": _norms, "embedding and gather_rows": _rows,
     "rope_and_cache": attention.rope, "copy_blocks and swap_blocks": _blocks,
 }  # fmt: skip

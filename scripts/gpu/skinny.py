@@ -1,4 +1,10 @@
-"""Products of few rows: our own kernel, which only reads the weights, against cuBLAS. Where they cross is SKINNY_ROWS."""
+"""Products of few rows, with the norms before them and the activation behind: our own kernels, which only read the weights,
+against cuBLAS. Where they cross is SKINNY_ROWS.
+
+ours     one launch a product: norms and activation are inside
+apart    our product, norms and activation as launches of their own
+cuBLAS   its product, norms and activation as launches of their own: what a step of more rows does
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ import numpy as np
 import kernels_cu
 from cupaged.backends import kernels
 from cupaged.backends.device import Array
-from cupaged.backends.kernel_specs import SKINNY_MATMUL
+from cupaged.backends.kernel_specs import RMS_NORM, SILU_MUL, SKINNY_GATE_UP, SKINNY_MATMUL
 from gpu.bench import BF16, Bench
 from gpu.cases import Case, Figures
 
@@ -21,15 +27,62 @@ MODELS = {
 }
 """Matrices of a layer as (out, in)."""
 
-TINY_MODELS = {"tiny": {"qkv": (40, 32), "down": (24, 64)}}
+TINY_MODELS = {"tiny": {"qkv": (40, 32), "gate and up": (48, 32), "down": (24, 64)}}
+NORMED, GATED = ("qkv", "gate and up"), ("gate and up",)
+"""Matrices with a norm before them; with an activation behind them."""
+
 FEWEST_CALLS = 10
+EPS = 1e-5
 
 
 def most_rows() -> int:
-    """That the kernel takes at once; more are several launches."""
+    """That our kernels take at once; more are several launches."""
     found = re.search(r"MOST_ROWS = (\d+)", kernels_cu.source(SKINNY_MATMUL.source))
     assert found, "the kernel has no MOST_ROWS"
     return int(found[1])
+
+
+class Product:
+    """One of a layer's products of so many rows, in each of the three ways."""
+
+    def __init__(self, bench: Bench, name: str, shape: tuple[int, int], rows: int) -> None:
+        outputs, inputs = shape
+        device = self._device = bench.device
+        self._has_norm, self._has_gate = name in NORMED, name in GATED
+        ((self._x,),) = bench.numbers((rows, inputs))
+        self._norm, self._nothing = device.upload(np.ones(inputs, np.float32)), device.empty((0,), np.float32)
+        self._normed, self._out = device.empty((rows, inputs), BF16), device.empty((rows, outputs), BF16)
+        self._activated = device.empty((rows, outputs // 2), BF16)
+        self._pieces = [slice(start, start + most_rows()) for start in range(0, rows, most_rows())]
+
+    def ours(self, weight: Array) -> None:
+        if not self._has_gate:
+            self._multiply(self._x, weight, normed=int(self._has_norm))
+            return
+        for rows in self._pieces:
+            self._device.launch(
+                SKINNY_GATE_UP.bind(x=self._x[rows], norm=self._norm, eps=EPS, weight=weight, bias=self._nothing, out=self._activated[rows])
+            )
+
+    def apart(self, weight: Array) -> None:
+        self._around(lambda x: self._multiply(x, weight, normed=0))
+
+    def cublas(self, weight: Array) -> None:
+        self._around(lambda x: self._device.gemm(x, weight, self._out))
+
+    def _around(self, multiply: Callable[[Array], None]) -> None:
+        if self._has_norm:
+            self._device.launch(RMS_NORM.bind(x=self._x, weight=self._norm, eps=EPS, out=self._normed))
+        multiply(self._normed if self._has_norm else self._x)
+        if self._has_gate:
+            self._device.launch(SILU_MUL.bind(gate_up=self._out, out=self._activated))
+
+    def _multiply(self, x: Array, weight: Array, *, normed: int) -> None:
+        norm = self._norm if normed else self._nothing
+        for rows in self._pieces:
+            self._device.launch(
+                SKINNY_MATMUL.bind(x=x[rows], norm=norm, eps=EPS, weight=weight, bias=self._nothing, out=self._out[rows], add=0, normed=normed)
+            )
 
 
 def skinny(bench: Bench) -> Iterator[Case]:
@@ -37,22 +90,22 @@ def skinny(bench: Bench) -> Iterator[Case]:
     for model, matrices in (TINY_MODELS if bench.tiny else MODELS).items():
         for rows in (1, 5) if bench.tiny else range(1, 17):
             yield Case(f"a layer of {model}, {rows} rows", partial(_layer, bench, matrices, rows, verdict.setdefault(model, {})))
-        yield Case(f"{model}: our kernel up to", partial(_verdict, verdict[model]))
+        yield Case(f"{model}: our kernels up to", partial(_verdict, verdict[model]))
 
 
 def _layer(bench: Bench, matrices: dict[str, tuple[int, int]], rows: int, faster: dict[int, bool]) -> Figures:
-    ours = cublas = 0.0
-    for outputs, inputs in matrices.values():
+    ours = apart = cublas = 0.0
+    for name, (outputs, inputs) in matrices.items():
         copies = bench.copies(BF16.itemsize * outputs * inputs)
         weights = [weight for (weight,) in bench.numbers((outputs, inputs), copies=copies)]
-        ((x,),) = bench.numbers((rows, inputs))
-        out = bench.device.empty((rows, outputs), BF16)
-        ours += _seconds(bench, weights, partial(_own_product, bench, x, out, bench.device.empty((0,), np.float32)))
-        cublas += _seconds(bench, weights, partial(_cublas_product, bench, x, out))
+        product = Product(bench, name, (outputs, inputs), rows)
+        ours += _seconds(bench, weights, product.ours)
+        apart += _seconds(bench, weights, product.apart)
+        cublas += _seconds(bench, weights, product.cublas)
     read = BF16.itemsize * sum(outputs * inputs for outputs, inputs in matrices.values())
     faster[rows] = ours <= cublas
     return {
-        "ours us": 1e6 * ours, "cuBLAS us": 1e6 * cublas, "ours % of the probe": 100 * read / ours / bench.bandwidth,
+        "ours us": 1e6 * ours, "apart us": 1e6 * apart, "cuBLAS us": 1e6 * cublas, "ours % of the probe": 100 * read / ours / bench.bandwidth,
         "cuBLAS % of the probe": 100 * read / cublas / bench.bandwidth, "faster": "ours" if faster[rows] else "cuBLAS",
     }  # fmt: skip
 
@@ -65,16 +118,6 @@ def _seconds(bench: Bench, weights: list[Array], multiply: Callable[[Array], Non
             multiply(weights[i % len(weights)])
 
     return bench.clock.time(work).median / calls
-
-
-def _own_product(bench: Bench, x: Array, out: Array, bias: Array, weight: Array) -> None:
-    most = most_rows()
-    for start in range(0, len(x), most):
-        bench.device.launch(SKINNY_MATMUL.bind(x=x[start : start + most], weight=weight, bias=bias, out=out[start : start + most], add=0))
-
-
-def _cublas_product(bench: Bench, x: Array, out: Array, weight: Array) -> None:
-    bench.device.gemm(x, weight, out)
 
 
 def _verdict(faster: dict[int, bool]) -> Figures:

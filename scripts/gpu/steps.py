@@ -1,4 +1,6 @@
-"""The forward pass of a decode step: how many launches it is, and what a graph saves over asking for them one by one."""
+"""The forward pass of a decode step, and the head behind it: how many launches they are, what a graph saves over asking for
+them one by one, and what it saves at few rows that norms and the activation are inside of the products.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from cupaged.backends.base import AttentionBatch, BatchLimits
-from cupaged.backends.kernels import KernelBackend
+from cupaged.backends.base import Array, AttentionBatch, BatchLimits
+from cupaged.backends.kernels import SKINNY_ROWS, DeviceMatrix, KernelBackend
 from cupaged.config import ModelConfig
 from cupaged.model.kv_store import KVStore
-from cupaged.model.llama import Buffers, Llama, forward
+from cupaged.model.llama import Buffers, Llama, forward, head
 from cupaged.model.rope import rope_tables
 from cupaged.model.weights import load_weights
 from gpu.bench import Bench
@@ -23,11 +25,25 @@ BLOCK = 16
 RUNS = 30
 
 
-class Forward:
-    """A random model's forward pass on one decode step of `batch` sequences."""
+class Apart(KernelBackend):
+    """Norms and the activation as launches of their own, whatever the number of rows."""
 
-    def __init__(self, bench: Bench, config: ModelConfig, batch: int, context: int, dtype: str = "bfloat16") -> None:
-        self.backend = backend = KernelBackend(bench.device, dtype, graphs=False)
+    def norm_linear(self, x: Array, norm: Array, eps: float, matrix: DeviceMatrix, normed: Array, out: Array) -> None:
+        self.rms_norm(x, norm, eps, normed)
+        self.linear(normed, matrix, out)
+
+    def norm_linear_silu_mul(self, x: Array, norm: Array, eps: float, matrix: DeviceMatrix, normed: Array, work: Array, out: Array) -> None:
+        self.rms_norm(x, norm, eps, normed)
+        self.linear_silu_mul(normed, matrix, work, out)
+
+
+class Forward:
+    """A random model's forward pass on one decode step of `batch` sequences, up to the logits."""
+
+    def __init__(
+        self, bench: Bench, config: ModelConfig, batch: int, context: int, dtype: str = "bfloat16", kind: type[KernelBackend] = KernelBackend
+    ) -> None:
+        self.backend = backend = kind(bench.device, dtype, graphs=False)
         weights = load_weights(checkpoint(config, dtype), backend)
         cos, sin = rope_tables(config, context)
         model = Llama(config, weights, backend.upload(cos), backend.upload(sin))
@@ -42,7 +58,13 @@ class Forward:
         last = np.full(batch, context - 1, np.int32)
         step = AttentionBatch(last, tables[:, -1].astype(np.int64) * BLOCK + BLOCK - 1, tables, np.arange(batch + 1, dtype=np.int32), last + 1, batch, context)
         backend.set_batch(rows, np.arange(batch, dtype=np.int32), step)
-        self.run: Callable[[], None] = lambda: forward(backend, model, kv, rows, buffers)
+        logits = backend.empty((batch, config.vocab_size), np.float32)
+
+        def run() -> None:
+            forward(backend, model, kv, rows, buffers)
+            head(backend, model, buffers.hidden, buffers.normed, logits)
+
+        self.run: Callable[[], None] = run
 
 
 def count_calls(backend: KernelBackend, work: Callable[[], None]) -> tuple[int, int]:
@@ -85,7 +107,11 @@ def _steps(bench: Bench, config: ModelConfig, batch: int) -> Figures:
     eager = bench.clock.wall(pass_.run, 1 if bench.tiny else RUNS)
     replayed = bench.clock.time(pass_.run).median
     floor = (weight_bytes(config) + batch * context * config.kv_bytes_per_token("bfloat16")) / bench.bandwidth
-    return {
+    figures: Figures = {
         "launches": launches, "cuBLAS products": products, "one by one us": 1e6 * eager, "graph us": 1e6 * replayed,
         "a launch in the graph us": 1e6 * replayed / (launches + products), "floor us": 1e6 * floor, "eager / graph": eager / replayed,
     }  # fmt: skip
+    if batch <= SKINNY_ROWS:
+        apart = Forward(bench, config, batch, context, kind=Apart)
+        figures |= {"launches apart": sum(count_calls(apart.backend, apart.run)), "graph apart us": 1e6 * bench.clock.time(apart.run).median}
+    return figures
