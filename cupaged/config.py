@@ -159,6 +159,9 @@ _DEVICE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cuda": _KERNEL_TYPES,
 }
 
+_STEP_SIZES = ((512, 64), (2048, 256))
+"""Tokens and sequences of a step by default: on a CPU a step is the time a user waits for, a GPU wants more to be busy."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -176,8 +179,9 @@ class EngineConfig:
     num_blocks              KV blocks in the pool; else from kv_cache_memory; else from the machine's free memory
     kv_cache_memory         bytes for the pool
     max_model_len           longest sequence, prompt and output together; default the model's
-    max_num_batched_tokens  tokens computed in one step, over all sequences (default 512)
-    max_num_seqs            sequences computed in one step (default 64)
+    max_num_batched_tokens  tokens computed in one step, over all sequences (default 2048 on a GPU, else 512)
+    max_num_seqs            sequences computed in one step (default 256 on a GPU, else 64). Where only one of these two is given,
+                            the other is never in its way
     prefix_cache            keep computed blocks until the pool needs them, and reuse equal prefixes
     queue                   who is served next: fcfs (first come), lpm (longest cached prefix), dfs (depth first in the
                             prefix tree); nobody is passed over for ever
@@ -200,8 +204,8 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
     max_model_len: int | None = None
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
     prefix_cache: bool = True
     queue: str = "fcfs"
     eviction: str = "lru"
@@ -230,23 +234,36 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {shown(share)}")
         _check_range("block_size", self.block_size, 1, 256)
-        for name, most in (("num_blocks", LARGEST_INT), ("kv_cache_memory", None), ("max_model_len", LARGEST_INT), ("threads", _MOST_THREADS)):
+        for name, most in (
+            *(("num_blocks", LARGEST_INT), ("kv_cache_memory", None), ("max_model_len", LARGEST_INT), ("threads", _MOST_THREADS)),
+            *(("max_num_batched_tokens", LARGEST_INT), ("max_num_seqs", LARGEST_INT)),
+        ):
             if getattr(self, name) is not None:
                 _check_range(name, getattr(self, name), 1, most)
-        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, LARGEST_INT)
-        _check_range("max_num_seqs", self.max_num_seqs, 1, LARGEST_INT)
         if self.swap_space is not None:
             _check_range("swap_space", self.swap_space, 0, None)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.step_tokens < self.step_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
-                f" ({self.max_num_seqs}), so that every running sequence gets a token in every step"
+                f"max_num_batched_tokens ({self.step_tokens}) must be at least max_num_seqs"
+                f" ({self.step_seqs}), so that every running sequence gets a token in every step"
             )
 
     @property
     def device_kind(self) -> str:
         """The device, whichever GPU it is."""
         return _device_kind(self.device)
+
+    @property
+    def step_tokens(self) -> int:
+        """max_num_batched_tokens, or the device's default; auto has the CPU's."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(_STEP_SIZES[self.device_kind == "cuda"][0], self.max_num_seqs or 0)
+
+    @property
+    def step_seqs(self) -> int:
+        """max_num_seqs, or the device's default; auto has the CPU's."""
+        return min(_STEP_SIZES[self.device_kind == "cuda"][1], self.step_tokens) if self.max_num_seqs is None else self.max_num_seqs
 
     @property
     def stored_kv(self) -> str:

@@ -81,7 +81,7 @@ def size_pool(config: EngineConfig, model: ModelConfig, available: int, *, own: 
         if own:
             num_blocks = min(available // block_bytes, LARGEST_INT)
         else:
-            num_blocks = min(int(available * FREE_SHARE) // block_bytes, config.max_num_seqs * blocks_per_sequence, LARGEST_INT)
+            num_blocks = min(int(available * FREE_SHARE) // block_bytes, config.step_seqs * blocks_per_sequence, LARGEST_INT)
         if num_blocks < 1:
             raise ConfigError(
                 f"{available} bytes of memory are free, too few for a KV pool (one block takes {block_bytes}):"

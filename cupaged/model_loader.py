@@ -59,14 +59,14 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
             backend,
             llama,
             KVStore(backend, checkpoint.config, config.num_blocks, config.block_size, num_swap_blocks),
-            max_rows=config.max_num_batched_tokens,
-            max_seqs=config.max_num_seqs,
+            max_rows=config.step_tokens,
+            max_seqs=config.step_seqs,
             overlap=bool(config.overlap),
         )
     except MemoryError as error:
         raise BackendError(
             f"not enough memory for {model}: {error}; take a smaller model, or a smaller KV pool (num_blocks, kv_cache_memory; now"
-            f" {config.num_blocks} blocks), max_num_batched_tokens ({config.max_num_batched_tokens}) or max_num_seqs ({config.max_num_seqs})"
+            f" {config.num_blocks} blocks), max_num_batched_tokens ({config.step_tokens}) or max_num_seqs ({config.step_seqs})"
         ) from error
     scheduler = Scheduler(
         CacheManager(
@@ -76,8 +76,8 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
             eviction=EVICTIONS[config.eviction],
             num_swap_blocks=num_swap_blocks,
         ),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.step_tokens,
+        max_num_seqs=config.step_seqs,
         policy=QUEUES[config.queue](),
         preemption=config.preemption,
         window=checkpoint.config.window_of_all,
@@ -86,7 +86,7 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
 
 
 def _settle(config: EngineConfig, checkpoint: Checkpoint, announce: Callable[[str], None] | None) -> EngineConfig:
-    """The config with its device decided, and the type that a GPU computes with: auto is the checkpoint's, bfloat16 for
+    """The config with its device decided, with it the size of a step, and the type that a GPU computes with: auto is the checkpoint's, bfloat16 for
     quantised blocks. An option that only a CPU or only a GPU has decides, too."""
     device = config.device
     if device == "auto":
@@ -95,7 +95,8 @@ def _settle(config: EngineConfig, checkpoint: Checkpoint, announce: Callable[[st
     if device.startswith("cuda") and dtype == "auto":
         storages = {source.storage for source in checkpoint.tensors.values() if len(source.shape) == 2}
         dtype = {"F16": "float16", "F32": "float32"}.get(storages.pop() if len(storages) == 1 else "", "bfloat16")
-    return replace(config, device=device, dtype=dtype)
+    config = replace(config, device=device, dtype=dtype)
+    return replace(config, max_num_batched_tokens=config.step_tokens, max_num_seqs=config.step_seqs)
 
 
 def _sized(config: EngineConfig, llama: Llama, backend: Backend) -> EngineConfig:

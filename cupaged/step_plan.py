@@ -110,6 +110,13 @@ class StepPlan:
         return sum(s.num_tokens == 1 for s in self.sequences)
 
     @property
+    def written_blocks(self) -> IntArray:
+        """The blocks of the pool that the step changes, int32, in no order."""
+        size = self.block_size
+        computed = [s.blocks[s.start // size : -(-s.stop // size)] for s in self.sequences]
+        return np.concatenate([*computed, self.swap_in[:, 1], self.copies[:, 1]])
+
+    @property
     def samples(self) -> tuple[SampleSpec, ...]:
         """All tokens to choose, in the order of ModelOutput.token_ids."""
         return tuple(spec for s in self.sequences for spec in s.samples)

@@ -1,5 +1,4 @@
-// Copies whole blocks of keys and values over all layers: within the pool (copy-on-write), or between the pool and the
-// swap space in host memory, either way.
+// Copies whole blocks of keys and values over all layers: within the pool (copy-on-write), or from one pool to another.
 //
 //   source_key, source_value [layers, source_blocks, block_elements]   pairs int32 [count, 2] (source, target)
 //   target_key, target_value [layers, target_blocks, block_elements]

@@ -5,6 +5,7 @@ PREFILL, PLAIN, DEVICE, ROPE = (f"kernels_cu/{name}" for name in ("paged_prefill
 SKINNY, PRODUCT, GATE_UP = (f"kernels_cu/{name}" for name in ("skinny_matmul.cu", "skinny_product.cuh", "skinny_gate_up.cu"))
 LOGPROBS, SAMPLE = (f"kernels_cu/{name}" for name in ("token_logprobs.cu", "sample_tokens.cu"))
 PLAN, ATTENTION, BATCH, KERNELS = (f"cupaged/backends/{name}.py" for name in ("split_plan", "kernel_attention", "kernel_batch", "kernels"))
+SWAPS = "cupaged/backends/kernel_swaps.py"
 
 KERNEL_BUGS = (
     # ---- tensor cores
@@ -46,9 +47,21 @@ KERNEL_BUGS = (
     ("padded lanes are written", BATCH, "slots=longer(attention.slots, -1),", "slots=longer(attention.slots, 0),"),
     ("padded lanes have a context", BATCH, "context_lens=longer(attention.context_lens, 0),", "context_lens=longer(attention.context_lens, 1),"),
     ("one graph for all numbers of lanes", "cupaged/backends/kernel_graphs.py", "elif lanes in self._graphs:\n            self._graphs[lanes].replay()", "elif self._graphs:\n            next(iter(self._graphs.values())).replay()"),
-    ("a graph's table is as wide as its first step's", BATCH, "tables = np.full((lanes, limits.table_width), -1, np.int32)", "tables = np.full((lanes, width), -1, np.int32)"),
+    ("a graph's table is that of the step before", BATCH, "not np.array_equal(tables, self._sent)", "tables.shape != self._sent.shape"),
+    ("an interrupted table counts as that before it", BATCH, "            self._sent = None  # should this be interrupted\n", ""),
+    ("a graph's table is sent and forgotten", BATCH, "            self._sent = tables.copy()\n", "            self._sent = tables\n"),
     ("the plan forgets the window", BATCH, "self._num_shares, self.limits.window)", "self._num_shares)"),
     ("partitions of the window, not of the context", ATTENTION, "min(rows.max_context, window or rows.max_context)", "min(rows.max_context, (window or rows.max_context) - 1)"),
     ("16-bit keys with float32 activations on tensor cores", ATTENTION, " and qkv.dtype == key_cache.dtype", ""),
-    ("swapped blocks go to the pool", KERNELS, "        self._copy(source, target, pairs)\n", "        self._copy(source, source, pairs)\n"),
+    ("swapped blocks go to the pool", KERNELS, "self._swaps.swap(source, target, pairs)", "self._swaps.swap(source, source, pairs)"),
+    # ---- swaps beside the steps
+    ("a step overwrites what is on its way out", SWAPS, "touched if swap.inward else written", "touched if swap.inward else written[:0]"),
+    ("a step reads what has not come in", SWAPS, "touched if swap.inward else written", "written"),
+    ("a block goes out before it is computed", SWAPS, "after is None or self._touched is None or np.isin(blocks, self._touched()).any()", "after is None or self._touched is None"),
+    ("copies do not wait for swaps", SWAPS, "        self._wait(pairs.ravel(), pairs[:, 1])\n", ""),
+    ("a swap does not wait for copies", SWAPS, "        self._touched = None\n", ""),
+    ("the way in is taken for the way out", SWAPS, "blocks = pairs[:, 1] if inward else pairs[:, 0]", "blocks = pairs[:, 0]"),
+    ("a swap that is waited for takes those behind it along", SWAPS, "del self._under_way[: i + 1]", "self._under_way.clear()"),
+    ("an interrupted swap is not waited for", SWAPS, "            self._device.wait_for(self._device.swap(source, target, pairs[:0], after))\n", ""),
+    ("a swap forgets those before it", SWAPS, "[*(swap for swap in self._under_way if not swap.done.done), _Swap(done, blocks, inward)]", "[_Swap(done, blocks, inward)]"),
 )  # fmt: skip

@@ -30,7 +30,7 @@ TESTS = tuple(
         *("lookahead", "overlap", "radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
     )
 )
-KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "kernel_graphs", "late_tokens", "sampling_agreement", "kernel_engine"))
+KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "kernel_graphs", "late_tokens", "cupy_swaps", "cupy_uploads", "sampling_agreement", "kernel_engine"))
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,7 @@ BUGS = (
     Bug("a request that just fits is refused", SCHEDULER, (("max(1, request.max_len - 1)", "request.max_len"),)),
     Bug("a group that fits only shared is refused", SCHEDULER, (("(request.width - 1) * max(0, longest - shared)", "(request.width - 1) * longest"),)),
     # ---- swap and windows
+    Bug("a step waits for all that goes out", KV_STORE, (("(plan.swap_out[soon], plan.swap_out[~soon])", "(plan.swap_out,)"),), ("tests/test_cupy_swaps.py",)),
     Bug("copied before what is swapped in is there", KV_STORE, (
         ("        pool = self.key, self.value\n", "        pool = self.key, self.value\n        if len(plan.copies):\n            self._backend.copy_blocks(*pool, plan.copies)\n"),
         ("            self._backend.swap_blocks(self._host, pool, plan.swap_in)\n        if len(plan.copies):\n            self._backend.copy_blocks(*pool, plan.copies)\n", "            self._backend.swap_blocks(self._host, pool, plan.swap_in)\n"),

@@ -41,12 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         for item in items:
-            if "slow" in item.keywords:
+            if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "gpu" in item.keywords:
+    if item.get_closest_marker("gpu"):  # a keyword is also the name of any folder above
         kernels.skip_without_gpu()
 
 

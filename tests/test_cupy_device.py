@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cupaged.backends import cublas, cupy_device
+from cupaged.backends import cublas, cupy_device, nvrtc
+from cupaged.backends.cuda_folders import cuda_files
 from cupaged.backends.cupy_device import CupyDevice
 from cupaged.backends.kernels import KernelBackend
 from cupaged.backends.reference import ReferenceBackend
@@ -147,10 +151,27 @@ def test_an_error_of_cublas_says_what_failed(library: fake_cupy.CublasLibrary) -
         device.gemm(x, x, device.empty((4, 4), np.float32))
 
 
-def test_a_machine_without_cublas_gets_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublas, "_candidates", lambda name: iter(()))
+def test_a_machine_without_cublas_gets_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was looked for in wheels, in toolkits and where the loader looks; headers are found in the same places."""
+    wheels, toolkit, tried = tmp_path / "nvidia", tmp_path / "toolkit", list[str]()
+
+    def load(path: str) -> None:
+        tried.append(path)
+        raise OSError(path)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(wheels)]))
+    monkeypatch.setenv("CUDA_PATH", str(toolkit))
+    monkeypatch.setattr(cublas.ctypes, "CDLL", load)
     with pytest.raises(BackendError, match=r"cuBLAS \(libcublas.so.13\) is not found: pip install 'cupaged\[cuda13\]'"):
         cublas.load_library(13)
+    folders = wheels / "cublas" / "lib", wheels / "cu13" / "lib", toolkit / "lib64", Path("/usr/local/cuda/lib64"), Path()
+    assert tried == [str(folder / "libcublas.so.13") for folder in folders]
+    for folder in (toolkit / "include", wheels / "cu13" / "include", wheels / "cuda_runtime" / "include"):
+        folder.mkdir(parents=True)
+        (folder / "cuda_fp16.h").touch()
+        assert nvrtc.include_folder() == folder
+    monkeypatch.setenv("CUDA_PATH", "")
+    assert [str(path) for path in cuda_files("cublas", "lib", "x")][2:] == ["/usr/local/cuda/lib64/x"]
 
 
 # ---- kernels and graphs
@@ -267,6 +288,7 @@ def test_full_memory_names_the_knobs() -> None:
 
 CALLS = {
     "cuda.Stream": "null non_blocking ptds priority", "cuda.Stream.begin_capture": "mode", "cuda.Stream.end_capture": "", "cuda.Stream.synchronize": "",
+    "cuda.Stream.wait_event": "event", "cuda.runtime.memcpy2DAsync": "dst dpitch src spitch width height kind stream",
     "cuda.Event": "block disable_timing interprocess", "cuda.Event.record": "stream", "cuda.Event.synchronize": "", "cuda.Graph.launch": "stream",
     "cuda.Device": "device", "cuda.PinnedMemory": "size flags", "RawModule": "code path options backend", "RawModule.get_function": "name", "RawKernel.__call__": "grid block args kwargs",
     "ndarray.get": "stream order out blocking", "empty": "shape dtype order", "empty_pinned": "shape dtype order",

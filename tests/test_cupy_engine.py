@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from cupaged import LLM, BeamSearchParams, EngineConfig, SamplingParams
-from cupaged.backends import find_device
+from cupaged.backends import cupy_device, find_device, kernels
 from cupaged.backends.cupy_device import CupyDevice
+from cupaged.backends.kernels import KernelBackend
+from cupaged.checkpoint import open_checkpoint
 from cupaged.errors import BackendError, ConfigError
+from cupaged.model.weights import load_weights
 from tests.family_models import ROOT
 from tests.support import fake_cupy
 from tests.support.kernels import skip_without_compiler
@@ -115,6 +118,67 @@ def test_damaged_logits_are_an_error_when_they_are_read(monkeypatch: pytest.Monk
         tokens(llm)
 
 
+# ---- weights
+
+
+@pytest.mark.parametrize("model", ["llama_tied", "llama_bias", "llama3.gguf"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_stream_through_pinned_memory_and_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, model: str, dtype: str) -> None:
+    """Every byte of a weight goes from a file through one of a few pinned buffers, in pieces, and reads of the file go on meanwhile."""
+    monkeypatch.setattr(cupy_device, "STAGE_BYTES", 5000)
+    monkeypatch.setattr(cupy_device, "SMALL_BYTES", 100)
+    monkeypatch.setattr(kernels, "CHUNK_BYTES", 4 << 10)
+    device, checkpoint, seen = CupyDevice(), open_checkpoint(ROOT / model), list[tuple[int, int]]()
+    pinned = {buffer.ctypes.data for stage in (device._stage, device._small) for buffer in stage._pinned}
+    sent: list[int] = []
+    honest = fake_cupy.memcpyAsync
+
+    def copy(dst: int, src: int, size: int, kind: int, stream: int) -> None:
+        assert src in pinned
+        assert size <= 5000
+        sent.append(size)
+        honest(dst, src, size, kind, stream)
+
+    monkeypatch.setattr(fake_cupy.runtime, "memcpyAsync", copy)
+    backend = KernelBackend(device, np.dtype(dtype))
+    weights = load_weights(checkpoint, backend, lambda *now: seen.append(now))
+    assert seen == sorted(seen)
+    assert len(seen) > 10
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert device._stream.queue  # the last pieces are still on their way
+    tensors = checkpoint.tensors
+    expected = np.concatenate([tensors[f"model.layers.0.self_attn.{name}_proj.weight"].read() for name in "qkv"]).astype(dtype)
+    assert np.array_equal(backend.download(weights.layers[0].qkv.weight), expected)
+    assert np.array_equal(backend.download(weights.embedding.weight), tensors["model.embed_tokens.weight"].read().astype(dtype))
+    assert np.array_equal(backend.download(weights.final_norm), tensors["model.norm.weight"].read())
+    total = sum(array.nbytes for layer in weights.layers for array in (layer.qkv.weight, layer.output.weight, layer.gate_up.weight, layer.down.weight))
+    assert total + weights.embedding.weight.nbytes <= sum(sent)
+
+
+@pytest.mark.parametrize(("storage", "dtype", "as_stored"), [("BF16", "bfloat16", True), ("F16", "float16", True), ("F32", "float32", True), ("BF16", "float16", False), ("Q8_0", "bfloat16", False)])
+def test_a_matrix_in_the_type_of_the_weights_is_not_converted(storage: str, dtype: str, as_stored: bool) -> None:
+    numbers = np.random.default_rng(0).standard_normal((300, 40), np.float32).astype({"BF16": "bfloat16", "F16": "float16"}.get(storage, "float32"))
+    calls: list[str] = []
+
+    class Source:
+        name, shape = "matrix", numbers.shape
+
+        def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+            calls.append("read")
+            return numbers[start:stop].astype(np.float32)
+
+        def read_blocks(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+            calls.append("read_blocks")
+            return np.ascontiguousarray(numbers[start:stop]).view(np.uint8)
+
+    source: Any = Source()
+    source.storage = storage
+    backend = KernelBackend(CupyDevice(), np.dtype(dtype))
+    matrix = backend.load_matrix([source, source])
+    assert set(calls) == {"read_blocks" if as_stored else "read"}
+    assert np.array_equal(backend.download(matrix.weight), np.concatenate([numbers, numbers]).astype(dtype))
+
+
 # ---- the pool's size
 
 
@@ -171,6 +235,38 @@ def test_auto_without_cupy_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_does_not_exist_is_refused(device: Any) -> None:
     with pytest.raises(ConfigError, match="device must be one of auto, cpu, reference, emu, cuda or cuda:1 for the second GPU, not"):
         EngineConfig(device=device)
+
+
+def test_a_gpu_computes_larger_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for count, expected in ((1, ("cuda", 2048, 256)), (0, ("cpu", 512, 64))):
+        monkeypatch.setattr(fake_cupy.Device, "count", count)
+        engine = LLM(MODEL, num_blocks=60, block_size=4, max_model_len=64).engine
+        assert (engine.config.device, engine.config.max_num_batched_tokens, engine.config.max_num_seqs) == expected
+        assert (engine._scheduler._max_num_batched_tokens, engine._scheduler._max_num_seqs, len(engine._runner._hidden)) == (*expected[1:], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({}, (512, 64)), ({"device": "cpu"}, (512, 64)), ({"device": "emu"}, (512, 64)), ({"device": "cuda"}, (2048, 256)), ({"device": "cuda:1"}, (2048, 256)),
+        ({"device": "cuda", "max_num_seqs": 5}, (2048, 5)), ({"device": "cuda", "max_num_seqs": 5000}, (5000, 5000)),
+        ({"max_num_batched_tokens": 9}, (9, 9)), ({"device": "cuda", "max_num_batched_tokens": 300}, (300, 256)),
+        ({"device": "cuda", "max_num_batched_tokens": 7, "max_num_seqs": 7}, (7, 7)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_size_of_a_step_by_default(options: dict[str, Any], sizes: tuple[int, int]) -> None:
+    config = EngineConfig(**options)
+    assert (config.step_tokens, config.step_seqs) == sizes
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])
+def test_a_step_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be between 1 and 2147483647, not 0"):
+        EngineConfig(**{name: 0})
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(3\) must be at least max_num_seqs \(4\)"):
+        EngineConfig(max_num_batched_tokens=3, max_num_seqs=4)
 
 
 def test_options_that_only_one_kind_of_device_has() -> None:

@@ -308,5 +308,8 @@ class Backend(Protocol):
         self, source: tuple[Cache, Cache], target: tuple[Cache, Cache], pairs: npt.NDArray[np.int32]
     ) -> None:
         """Copy whole blocks over all layers between two (key, value) stores, the pool and the swap space, either way;
-        pairs int32 [n, 2] (block of `source`, block of `target`), targets distinct."""
+        pairs int32 [n, 2] (block of `source`, block of `target`), targets distinct.
+
+        It may be done beside other work, but not so that a step whose `set_batch` comes after it, a copy or a download could
+        tell."""
         ...

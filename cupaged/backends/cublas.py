@@ -7,13 +7,11 @@ is set once and the workspace after it; then a product allocates nothing, and a 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import os
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cupaged.backends.cuda_folders import cuda_files
 from cupaged.errors import BackendError, InvariantError
 
 DATA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}
@@ -40,22 +38,12 @@ _ARGUMENTS = {
 def load_library(cuda_major: int) -> ctypes.CDLL:
     """cuBLAS of CUDA 12 or 13: from its wheel, else from a toolkit, else wherever the loader looks. Raises BackendError."""
     name = f"libcublas.so.{cuda_major}"
-    for path in _candidates(name):
+    for path in (*cuda_files("cublas", "lib", name), Path(name)):  # the last: wherever the loader looks
         try:
             return ctypes.CDLL(str(path))
         except OSError:  # not there, or not for this machine: the next one
             continue
     raise BackendError(f"cuBLAS ({name}) is not found: pip install 'cupaged[cuda{cuda_major}]', or set CUDA_PATH to a CUDA {cuda_major} toolkit")
-
-
-def _candidates(name: str) -> Iterator[Path]:
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        yield from (Path(folder) / part / "lib" / name for part in ("cublas", "cu13"))
-    if "CUDA_PATH" in os.environ:
-        yield Path(os.environ["CUDA_PATH"]) / "lib64" / name
-    yield Path("/usr/local/cuda/lib64") / name
-    yield Path(name)
 
 
 class Cublas:

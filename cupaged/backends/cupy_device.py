@@ -1,7 +1,8 @@
 """CupyDevice: the kernels on an NVIDIA GPU, by CuPy. The only module that imports cupy.
 
-Everything is asked for on one stream of its own, in order. Kernels are compiled by NVRTC when they are first launched; CuPy
-keeps them on disk by their text, which has its headers inlined, so a changed header is another kernel.
+Everything is asked for on one stream of its own, in order; swaps on a second one, by the GPU's copy engines, so that they
+take nothing from the kernels that run meanwhile. Events order the two. Kernels are compiled by NVRTC when they are first
+launched; CuPy keeps them on disk by their text, which has its headers inlined, so a changed header is another kernel.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ import kernels_cu
 from cupaged.backends.cublas import Cublas, load_library
 from cupaged.backends.device import Graph, Mailbox
 from cupaged.backends.download import Coming
+from cupaged.backends.kernel_swaps import runs_of
 from cupaged.backends.launch import Launch, Variant
 from cupaged.errors import BackendError
 
@@ -41,13 +43,16 @@ STAGE_BYTES = 8 << 20
 """A pinned buffer that host memory is copied through: twice so much is pinned."""
 
 SMALL_BYTES, NUM_SMALL = 16 << 10, 64
-"""Pinned buffers for small content. The parameters of two steps fit in so many: the host never waits for the first of them
-while it asks for the second."""
+"""Pinned buffers for small content: which rows are wanted, which blocks are copied. Two steps need fewer, so the host never
+waits for the first of them while it asks for the second."""
 
 PLAIN_SHARED_BYTES = 48 << 10
 """Dynamic shared memory that a kernel may have without asking."""
 
 ALIGNMENT = 256
+
+LARGEST_PITCH = 2**31 - 1
+"""Bytes from one row to the next in a copy of rows: cudaDeviceProp's memPitch."""
 
 _KNOBS = "take a smaller model, or lower num_blocks, gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
 
@@ -73,6 +78,7 @@ class CupyDevice:
         self._coming: list[Coming] = []  # for those that nobody waits for: their memory must stay, too
         with self._device:
             self._stream = cupy.cuda.Stream()  # ordered with the null stream, on which others use CuPy
+            self._swapping = cupy.cuda.Stream(non_blocking=True)
             self._stage, self._small = _Stage(self._stream, 2, STAGE_BYTES), _Stage(self._stream, NUM_SMALL, SMALL_BYTES)
             workspace = (32 if self.capability >= (9, 0) else 4) << 20
             self._workspace = self.empty((workspace,), np.uint8)
@@ -109,7 +115,7 @@ class CupyDevice:
             return cupy.empty(shape, _stored(dtype))
 
     def empty_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Pinned memory as a device array: a GPU reads it over the bus."""
+        """Pinned memory as a device array: what the GPU copies by itself must not be paged out meanwhile."""
         self.not_in_a_graph("allocates")
         with self.on():
             stored = _stored(dtype)
@@ -132,7 +138,10 @@ class CupyDevice:
         self.not_in_a_graph("uploads")
         with self.on():
             stage = self._small if content.nbytes <= SMALL_BYTES else self._stage
-            stage.copy(target.data.ptr, np.ascontiguousarray(content))
+            if target.flags.c_contiguous:
+                stage.copy(target.data.ptr, np.ascontiguousarray(content))
+            elif content.size:
+                stage.copy_rows(target.data.ptr, target.strides[0], np.ascontiguousarray(content))
 
     def download(self, array: Array) -> npt.NDArray[Any]:
         self.not_in_a_graph("downloads")
@@ -168,6 +177,24 @@ class CupyDevice:
             with self.on():
                 self._cublas.gemm(x, weight, out, add=add)
 
+    def swap(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32], after: Any) -> CupyMark:
+        self.not_in_a_graph("swaps")
+        with self.on():
+            self._swapping.wait_event(after.event)
+            for old, new in zip(source, target, strict=True):
+                _copy_blocks(self._swapping, old, new, pairs)
+            return CupyMark(self._swapping, self.on)
+
+    def mark(self) -> CupyMark:
+        self.not_in_a_graph("marks")
+        with self.on():
+            return CupyMark(self._stream, self.on)
+
+    def wait_for(self, mark: Any) -> None:
+        self.not_in_a_graph("waits")
+        with self.on():
+            self._stream.wait_event(mark.event)
+
     def capture(self, work: Callable[[], None]) -> Graph:
         self.not_in_a_graph("captures")
         with self.on():
@@ -201,6 +228,19 @@ class CupyDevice:
                 kernel.max_dynamic_shared_size_bytes = shared_bytes
             self._kernels[variant, shared_bytes] = kernel
         return self._kernels[variant, shared_bytes]
+
+
+class CupyMark:
+    """Implements device.Mark: an event behind what a stream was asked for until now."""
+
+    def __init__(self, stream: Any, on: Callable[[], AbstractContextManager[None]]) -> None:
+        self.event, self._on = cupy.cuda.Event(disable_timing=True), on
+        self.event.record(stream)
+
+    @property
+    def done(self) -> bool:
+        with self._on():
+            return bool(self.event.done)
 
 
 class CupyGraph:
@@ -247,7 +287,10 @@ class CupyMailbox:
                     raise BackendError(f"{len(values)} numbers of {name} do not fit {size}")
                 pinned[at : at + values.nbytes].view(stored)[:] = values
                 end = max(end, at + values.nbytes)
-            _send(self._stream, pinned, end, self._memory.data.ptr, sent)
+            try:
+                _send(self._stream, pinned[:end], self._memory.data.ptr)
+            finally:  # interrupted or not: it may be on its way
+                sent.record(self._stream)
 
 
 class _Stage:
@@ -263,17 +306,49 @@ class _Stage:
         """`content`, contiguous, to the address `target`; it may change afterwards."""
         source = content.reshape(-1).view(np.uint8)
         for start in range(0, source.nbytes, self._size):
-            piece = source[start : start + self._size]
-            turn, self._turn = self._turn, (self._turn + 1) % len(self._pinned)
-            self._sent[turn].synchronize()
-            self._pinned[turn][: piece.nbytes] = piece
-            _send(self._stream, self._pinned[turn], piece.nbytes, target + start, self._sent[turn])
+            with self._pin(source[start : start + self._size]) as pinned:
+                _send(self._stream, pinned, target + start)
+
+    def copy_rows(self, target: int, pitch: int, content: npt.NDArray[Any]) -> None:
+        """The same, of rows that begin `pitch` bytes apart."""
+        width, runtime = content.nbytes // len(content), cupy.cuda.runtime
+        step = self._size // width
+        for start in range(0, len(content), step):
+            with self._pin(content[start : start + step].reshape(-1).view(np.uint8)) as pinned:
+                rows, to = len(pinned) // width, target + start * pitch
+                runtime.memcpy2DAsync(to, pitch, pinned.ctypes.data, width, width, rows, runtime.memcpyHostToDevice, self._stream.ptr)
+
+    @contextmanager
+    def _pin(self, piece: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+        """A pinned copy of `piece`, to be sent on inside."""
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._pinned)
+        self._sent[turn].synchronize()
+        pinned = self._pinned[turn][: len(piece)]
+        pinned[:] = piece
+        try:
+            yield pinned
+        finally:  # interrupted or not: it may be on its way
+            self._sent[turn].record(self._stream)
 
 
-def _send(stream: Any, pinned: npt.NDArray[np.uint8], size: int, target: int, sent: Any) -> None:
-    """Ask for the first bytes of pinned memory to be copied to an address, and for an event behind that."""
-    cupy.cuda.runtime.memcpyAsync(target, pinned.ctypes.data, size, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr)
-    sent.record(stream)
+def _send(stream: Any, pinned: npt.NDArray[np.uint8], target: int) -> None:
+    """Ask for pinned memory to be copied to an address."""
+    cupy.cuda.runtime.memcpyAsync(target, pinned.ctypes.data, pinned.nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr)
+
+
+def _copy_blocks(stream: Any, source: Array, target: Array, pairs: npt.NDArray[np.int32]) -> None:
+    """See Device.swap, of keys or values. A run of blocks has one row of bytes in every layer: one copy of rows is all of it."""
+    runtime, layers = cupy.cuda.runtime, len(source)
+    pitch, target_pitch = source.nbytes // layers, target.nbytes // layers
+    block = pitch // source.shape[1]
+    for first, target_first, count in runs_of(pairs):
+        start, target_start, width = source.data.ptr + first * block, target.data.ptr + target_first * block, count * block
+        if max(pitch, target_pitch) <= LARGEST_PITCH:
+            runtime.memcpy2DAsync(target_start, target_pitch, start, pitch, width, layers, runtime.memcpyDefault, stream.ptr)
+            continue
+        for layer in range(layers):
+            at, target_at = start + layer * pitch, target_start + layer * target_pitch
+            runtime.memcpyAsync(target_at, at, width, runtime.memcpyDefault, stream.ptr)
 
 
 def _stored(dtype: npt.DTypeLike) -> np.dtype[Any]:

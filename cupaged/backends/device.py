@@ -1,7 +1,7 @@
 """Device: what KernelBackend needs of a machine that runs CUDA C. EmuDevice is one on the CPU; a GPU is another.
 
-A device owns memory and runs Launches and matrix products in the order in which they are asked for. Its arrays have
-`shape`, `dtype`, `flags.c_contiguous`, `reshape` and slicing by rows, as NumPy's and CuPy's do.
+A device owns memory and runs Launches and matrix products in the order in which they are asked for; only swaps go a way of
+their own. Its arrays have `shape`, `dtype`, `flags.c_contiguous`, `reshape` and slicing by rows, as NumPy's and CuPy's do.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends.download import Download
@@ -29,6 +30,15 @@ class Mailbox(Protocol):
     def post(self, content: Mapping[str, npt.NDArray[Any]]) -> None:
         """Put each flat host array, of the same type, at the beginning of the device array of its name; in one transfer.
         The host arrays may change afterwards."""
+        ...
+
+
+class Mark(Protocol):
+    """A point in the device's work."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all work before it is."""
         ...
 
 
@@ -60,7 +70,7 @@ class Device(Protocol):
         ...
 
     def empty_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An uninitialised array in host memory that kernels can read and write all the same."""
+        """An uninitialised array in host memory, which the device can copy from and to by itself."""
         ...
 
     def mailbox(self, sizes: Mapping[str, tuple[int, npt.DTypeLike]]) -> Mailbox:
@@ -72,7 +82,8 @@ class Device(Protocol):
         ...
 
     def fill(self, target: Array, content: npt.NDArray[Any]) -> None:
-        """Copy a host array of the same shape and type over a contiguous (part of a) device array."""
+        """Copy a host array of the same shape and type over a contiguous (part of a) device array, or over columns of a matrix.
+        The host array may change afterwards."""
         ...
 
     def download(self, array: Array) -> npt.NDArray[Any]:
@@ -93,6 +104,22 @@ class Device(Protocol):
 
     def gemm(self, x: Array, weight: Array, out: Array, *, add: bool = False) -> None:
         """out = x @ weight.T, or out += it, with float32 accumulation; x [rows, in], weight [out, in], out [rows, out], any of float types."""
+        ...
+
+    def swap(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32], after: Mark) -> Mark:
+        """Copy whole blocks between (key, value) arrays [layers, blocks, ...] of the device and of `empty_host`, in every layer;
+        pairs int32 [n, 2] (block of `source`, block of `target`), targets distinct.
+
+        Swaps are done in their order, once `after` is done, beside all other work. The mark is behind this one.
+        """
+        ...
+
+    def mark(self) -> Mark:
+        """Behind all that was asked for until now, swaps excepted."""
+        ...
+
+    def wait_for(self, mark: Mark) -> None:
+        """Nothing that is asked for from now on, swaps excepted, begins before the mark's work is done. The host goes on."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:

@@ -33,7 +33,14 @@ class EmuMailbox:
         for name, array in self.arrays.items():
             values = content.get(name, array[:0])
             array[: len(values)] = values
-            array[len(values) :].view(np.uint16)[:] = emu.POISON  # of an earlier step
+            emu.wrote(array[: len(values)])
+            emu.forget(array[len(values) :])  # of an earlier step
+
+
+class Past:
+    """Implements device.Mark where everything is done at once."""
+
+    done = True
 
 
 class EmuGraph:
@@ -114,6 +121,17 @@ class EmuDevice:
             out[...] = (wide + out if add else wide).astype(out.dtype, copy=False)
 
         self._do(multiply)
+
+    def swap(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32], after: Any) -> Past:
+        self.not_in_a_graph("swaps")
+        for old, new in zip(source, target, strict=True):
+            emu.copy_blocks(old, new, pairs)
+        return Past()
+
+    def mark(self) -> Past:
+        return Past()
+
+    def wait_for(self, mark: Any) -> None: ...
 
     def capture(self, work: Callable[[], None]) -> EmuGraph:
         self.not_in_a_graph("captures")

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from cupaged.backends import kernel_specs as specs
 from cupaged.backends.base import Array, SamplingBatch
 from cupaged.backends.checks import check_chosen
-from cupaged.backends.device import Device
+from cupaged.backends.device import Device, Mailbox
 from cupaged.backends.sampling import check_batch, check_token_ids
 from cupaged.errors import InvariantError
 
@@ -21,6 +21,7 @@ class KernelSampler:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._counts = DeviceCounts(device)
+        self._parameters = DeviceParameters(device)
 
     def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
         self._counts.set_history(row_id, prompt_ids, output_ids)
@@ -29,18 +30,15 @@ class KernelSampler:
         device, (num_rows, vocab_size) = self._device, logits.shape
         check_batch(batch, num_rows, vocab_size)
         self._counts.prepare(batch.row_ids[batch.penalised], vocab_size)
-        if len(batch.bias_ids) or batch.penalised.any():
-            penalised, row_ids = device.upload(batch.penalised.astype(np.uint8)), device.upload(batch.row_ids)
-            names = ("bias_start", "bias_ids", "bias_values", "repetition", "presence", "frequency")
-            adjust = {name: device.upload(getattr(batch, name)) for name in names}
-            counts = {"output_counts": self._counts.outputs, "in_prompt": self._counts.in_prompt}
-            device.launch(specs.ADJUST_LOGITS.bind(logits=logits, penalised=penalised, row_ids=row_ids, **counts, **adjust))
-        choose = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "indices")
+        penalties = bool(batch.penalised.any())
+        choose, adjust, count = self._parameters.send(batch, adjusted=penalties or len(batch.bias_ids) > 0)
+        if adjust:
+            device.launch(specs.ADJUST_LOGITS.bind(logits=logits, output_counts=self._counts.outputs, in_prompt=self._counts.in_prompt, **adjust))
         tokens = device.empty((num_rows,), np.int32) if out is None else out
-        device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=tokens, **{name: device.upload(getattr(batch, name)) for name in choose}))
+        device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=tokens, **choose))
         self._check(tokens)
-        if batch.penalised.any():
-            device.launch(specs.COUNT_TOKENS.bind(tokens=tokens, row_ids=row_ids, penalised=penalised, output_counts=self._counts.outputs))
+        if penalties:
+            device.launch(specs.COUNT_TOKENS.bind(tokens=tokens, output_counts=self._counts.outputs, **count))
         return tokens
 
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
@@ -72,6 +70,43 @@ class KernelSampler:
         seen = self._device.peek(answers)
         if seen is not None:
             check_chosen(seen)
+
+
+class DeviceParameters:
+    """A SamplingBatch on a device, all of it in one upload. The memory grows with the largest batch."""
+
+    CHOOSE = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "indices")
+    COUNT = ("row_ids", "penalised")
+    ADJUST = (*COUNT, "repetition", "presence", "frequency", "bias_start", "bias_ids", "bias_values")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._room: dict[str, int] = {}
+        self._mailboxes: list[Mailbox] = []  # those that were outgrown, too: their last content may still be on its way
+
+    def send(self, batch: SamplingBatch, adjusted: bool) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
+        """The parameters of SAMPLE_TOKENS, and of ADJUST_LOGITS and COUNT_TOKENS where logits are `adjusted`; they are there until the next call."""
+        content = {name: getattr(batch, name) for name in (*self.CHOOSE, *(self.ADJUST if adjusted else ()))}
+        if adjusted:
+            content["penalised"] = batch.penalised.astype(np.uint8)
+        if any(len(values) > self._room.get(name, -1) for name, values in content.items()):
+            self._grow(batch)
+        mailbox = self._mailboxes[-1]
+        mailbox.post(content)
+        there = {name: mailbox.arrays[name][: len(values)] for name, values in content.items()}
+        choose, adjust, count = ({name: there[name] for name in names if name in there} for names in (self.CHOOSE, self.ADJUST, self.COUNT))
+        return choose, adjust, count
+
+    def _grow(self, batch: SamplingBatch) -> None:
+        """Memory for such a batch, and for more than that, so that there will not be many of them."""
+        rows, biases = (2 * max(count, 32) for count in (batch.num_rows, len(batch.bias_ids)))
+        rows, biases = max(rows, self._room.get("row_ids", 0)), max(biases, self._room.get("bias_ids", 0))
+        sizes: dict[str, tuple[int, npt.DTypeLike]] = {}
+        for name in (*self.CHOOSE, *self.ADJUST):  # what is seldom sent lies behind
+            dtype = np.dtype(np.uint8) if name == "penalised" else getattr(batch, name).dtype
+            sizes[name] = (biases if name in ("bias_ids", "bias_values") else rows + (name == "bias_start"), dtype)
+        self._mailboxes.append(self._device.mailbox(sizes))
+        self._room = {name: size for name, (size, _) in sizes.items()}
 
 
 class DeviceCounts:

@@ -126,7 +126,7 @@ SKINNY_GATE_UP = KernelSpec(
 )  # fmt: skip
 
 COPY_BLOCKS = KernelSpec(
-    "copy_blocks", "whole blocks of keys and values, over all layers, within the pool or between it and the swap space",
+    "copy_blocks", "whole blocks of keys and values, over all layers, within the pool or from one to another",
     read("source_key", "KV_T", "layers, source_blocks, block_elements"),
     read("source_value", "KV_T", "layers, source_blocks, block_elements"),
     write("target_key", "KV_T", "layers, target_blocks, block_elements"),

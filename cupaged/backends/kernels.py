@@ -24,6 +24,7 @@ from cupaged.backends.kernel_attention import KernelAttention
 from cupaged.backends.kernel_batch import DeviceBatch
 from cupaged.backends.kernel_graphs import ForwardGraphs
 from cupaged.backends.kernel_sampling import KernelSampler
+from cupaged.backends.kernel_swaps import KernelSwaps
 from cupaged.backends.launch import KernelSpec
 from cupaged.tensor_source import TensorSource
 
@@ -33,6 +34,9 @@ nothing in it but reading the weights, and less than a launch costs where they a
 
 CHUNK_BYTES = 4 << 20
 """How much of a tensor is read at once while loading."""
+
+STORED_AS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What a checkpoint calls the types of weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +67,7 @@ class KernelBackend:
         self._no_numbers = device.empty((0,), np.float32)
         self._attention = KernelAttention(device, self._kv_dtype)
         self._sampler = KernelSampler(device)
+        self._swaps = KernelSwaps(device)
         self._graphs = graphs
         self._batch: DeviceBatch | None = None  # that was set last
 
@@ -78,6 +83,7 @@ class KernelBackend:
         return self._device.upload(array)
 
     def download(self, array: Array) -> npt.NDArray[Any]:
+        self._swaps.settle()
         return self._device.download(array)
 
     def download_later(self, array: Array) -> Download:
@@ -95,6 +101,7 @@ class KernelBackend:
         self, batch: DeviceBatch, token_ids: npt.NDArray[np.int32], attention: AttentionBatch, sources: npt.NDArray[np.int32] | None = None
     ) -> None:
         batch.set(token_ids, attention, sources)
+        self._swaps.before_step(attention, batch.limits.block_size)
         self._batch = batch
 
     def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
@@ -122,10 +129,17 @@ class KernelBackend:
         at = 0
         for source in sources:
             for start in range(0, source.shape[0], step):
-                piece = source.read(start, min(start + step, source.shape[0])).astype(dtype, copy=False)
+                piece = self._read(source, start, min(start + step, source.shape[0]), dtype)
                 self._device.fill(whole[at : at + len(piece)], piece)
                 at += len(piece)
         return whole
+
+    @staticmethod
+    def _read(source: TensorSource, start: int, stop: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Rows of a tensor in this type; a matrix that is stored in it as it lies: converting costs more than reading."""
+        if len(source.shape) == 2 and source.storage == STORED_AS[dtype.name]:
+            return source.read_blocks(start, stop).view(dtype)
+        return source.read(start, stop).astype(dtype, copy=False)
 
     def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
@@ -133,7 +147,7 @@ class KernelBackend:
 
     def new_swap_space(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[Array, Array]:
         shape = (num_layers, num_blocks, num_kv_heads, block_size, head_dim)
-        return self._device.empty_host(shape, self._kv_dtype), self._device.empty_host(shape, self._kv_dtype)
+        return self._swaps.new_space(shape, self._kv_dtype), self._swaps.new_space(shape, self._kv_dtype)
 
     # ---- the forward pass
 
@@ -220,17 +234,15 @@ class KernelBackend:
 
     # ---- cache maintenance
 
-    def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:
-        check_block_pairs(pairs, key_cache.shape[1], key_cache.shape[1], within_one_pool=True)
-        self._copy((key_cache, value_cache), (key_cache, value_cache), pairs)
-
     def swap_blocks(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32]) -> None:
         check_block_pairs(pairs, source[0].shape[1], target[0].shape[1], within_one_pool=False)
-        self._copy(source, target, pairs)
+        self._swaps.swap(source, target, pairs)
 
-    def _copy(self, source: tuple[Array, Array], target: tuple[Array, Array], pairs: npt.NDArray[np.int32]) -> None:
+    def copy_blocks(self, key_cache: Array, value_cache: Array, pairs: npt.NDArray[np.int32]) -> None:
+        check_block_pairs(pairs, key_cache.shape[1], key_cache.shape[1], within_one_pool=True)
         if len(pairs):
-            source_key, source_value, target_key, target_value = (array.reshape(*array.shape[:2], -1) for array in (*source, *target))
+            self._swaps.before_copies(pairs)
+            source_key, source_value = target_key, target_value = [cache.reshape(*cache.shape[:2], -1) for cache in (key_cache, value_cache)]
             self._run(
                 specs.COPY_BLOCKS,
                 source_key=source_key, source_value=source_value, target_key=target_key, target_value=target_value,

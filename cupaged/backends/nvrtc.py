@@ -6,13 +6,12 @@ NVRTC turns CUDA C into machine code without a driver; CuPy's wheel carries the 
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import kernels_cu
+from cupaged.backends.cuda_folders import cuda_files
 from cupaged.backends.launch import KernelSpec, Variant
 from cupaged.backends.occupancy import MULTIPROCESSORS
 from cupaged.errors import BackendError
@@ -88,9 +87,5 @@ def _resources(log: str, kernel: str) -> Resources:
 
 
 def include_folder() -> Path | None:
-    """Where cuda_fp16.h lies: in a CUDA wheel, else in a toolkit."""
-    spec = importlib.util.find_spec("nvidia")
-    wheels = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
-    folders = [folder / name for folder in wheels for name in ("cuda_runtime/include", "cu13/include")]
-    toolkit = os.environ.get("CUDA_PATH", "/usr/local/cuda")
-    return next((folder for folder in [*folders, Path(toolkit) / "include"] if (folder / "cuda_fp16.h").exists()), None)
+    """Where cuda_fp16.h lies."""
+    return next((file.parent for file in cuda_files("cuda_runtime", "include", "cuda_fp16.h") if file.exists()), None)

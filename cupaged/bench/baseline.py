@@ -35,8 +35,8 @@ def contiguous(engine: Engine, reservation: str) -> Engine:
     assert config.max_model_len is not None
     scheduler = AnnouncingScheduler(
         ContiguousCache(config.num_blocks, config.block_size, reservation=reservation, max_len=config.max_model_len),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.step_tokens,
+        max_num_seqs=config.step_seqs,
     )
     return Engine(scheduler, engine._runner, config, engine.model_config, engine.tokenizer, engine.default_params, engine.model_name)
 

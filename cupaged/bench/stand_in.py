@@ -44,8 +44,8 @@ def stand_in(num_blocks: int, seed: int, **options: Any) -> Engine:
     cache = CacheManager(num_blocks, config.block_size, prefix_cache=config.prefix_cache, eviction=EVICTIONS[config.eviction])
     scheduler = Scheduler(
         cache,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.step_tokens,
+        max_num_seqs=config.step_seqs,
         policy=QUEUES[config.queue](),
         preemption=config.preemption,
     )

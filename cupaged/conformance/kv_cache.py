@@ -103,6 +103,7 @@ def moves_whole_blocks_out_and_back(subject: Subject) -> None:
     pool, host = random_caches(backend, (3, 7, 2, 4, 6)), backend.new_swap_space(3, 5, 2, 4, 6)
     before = downloaded(backend, pool)
     backend.swap_blocks(pool, host, np.array([[6, 0], [1, 4]], np.int32))
+    downloaded(backend, pool)  # after that it is done, whoever looks
     for array in pool:
         array.view(np.uint8)[:, [1, 6]] = 0xFF
     backend.swap_blocks(host, pool, np.array([[4, 3], [0, 2]], np.int32))

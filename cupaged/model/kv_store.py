@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from cupaged.backends.base import Backend, Cache
 from cupaged.config import ModelConfig
 from cupaged.step_plan import StepPlan
@@ -30,11 +32,14 @@ class KVStore:
     def move_blocks(self, plan: StepPlan) -> None:
         """Carry out the plan's swaps and copies, before the step writes anything.
 
-        Out comes first: the blocks that it leaves may be the targets of all the others.
+        Out comes first: the blocks that it leaves may be the targets of all the others, or the step computes into them. Those
+        are the first of all to go: a device that swaps beside its steps lets the step wait for no more than them.
         """
         pool = self.key, self.value
         if len(plan.swap_out):
-            self._backend.swap_blocks(pool, self._host, plan.swap_out)
+            soon = np.isin(plan.swap_out[:, 0], plan.written_blocks)
+            for part in (plan.swap_out[soon], plan.swap_out[~soon]):
+                self._backend.swap_blocks(pool, self._host, part)
         if len(plan.swap_in):
             self._backend.swap_blocks(self._host, pool, plan.swap_in)
         if len(plan.copies):

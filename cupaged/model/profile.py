@@ -21,10 +21,10 @@ def memory_for_pool(backend: Backend, model: Llama, config: EngineConfig) -> int
     memory = backend.memory()
     assert memory is not None
     total = memory[1]
-    rows = min(config.max_num_batched_tokens, len(model.cos))
+    rows = min(config.step_tokens, len(model.cos))
     num_blocks = -(-rows // config.block_size)
     runner = Runner(
-        backend, model, KVStore(backend, model.config, num_blocks, config.block_size), max_rows=config.max_num_batched_tokens, max_seqs=config.max_num_seqs
+        backend, model, KVStore(backend, model.config, num_blocks, config.block_size), max_rows=config.step_tokens, max_seqs=config.step_seqs
     )
     runner.run(_largest_step(rows, num_blocks, config.block_size))
     free, _ = backend.memory() or (0, 0)

@@ -81,7 +81,7 @@ def setup_of(engine: Engine) -> Setup:
     config = engine.config
     return Setup(
         ModelShape.of(engine.model_name, engine.model_config), DEVICES["cpu"], num_blocks=config.num_blocks, block_size=config.block_size,
-        max_len=config.max_model_len, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        max_len=config.max_model_len, max_num_seqs=config.step_seqs, max_num_batched_tokens=config.step_tokens,
         prefix_cache=config.prefix_cache, eviction=config.eviction, queue=config.queue,
     )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """The CuPy that CupyDevice calls, on this machine's CPU: its kernels run on the emulator, its cuBLAS multiplies in NumPy.
 
 Names and parameters are CuPy's; tests/test_cupy_device.py compares them with the real one's where that is installed. What
-a GPU does later is done as late as can be: when the host waits for it. A captured stream only notes its work.
+a GPU does later is done as late as can be: when the host waits for it, or a stream that the host waits for waits for an event of
+it. A stream that is made hasty does everything as early as can be instead. A captured stream only notes its work.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Stream:
     def __init__(self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: Any = None) -> None:
         self.capturing: list[Callable[[], None]] | None = None
         self.queue: list[Callable[[], None]] = []
+        self.hasty, self.non_blocking = False, non_blocking
         Stream.all.append(self)
         self.ptr = len(Stream.all)
 
@@ -107,6 +109,13 @@ class Stream:
 
     def do(self, work: Callable[[], None]) -> None:
         (self.queue if self.capturing is None else self.capturing).append(work)
+        if self.hasty:
+            self.synchronize()
+
+    def wait_event(self, event: Event) -> None:
+        assert self.capturing is None, "another stream's event in a captured region"
+        turn = event.recorded  # it may be recorded again
+        self.do(lambda: event.work_until(turn))
 
 
 class Graph:
@@ -133,7 +142,10 @@ class Event:
         return self.reached == self.recorded
 
     def synchronize(self) -> None:
-        while not self.done:
+        self.work_until(self.recorded)
+
+    def work_until(self, turn: int) -> None:
+        while self.reached < turn:
             self.stream.work()
 
 
@@ -183,9 +195,15 @@ class RawKernel:
 
 
 def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:  # CuPy's name
-    assert kind == runtime.memcpyHostToDevice
+    assert kind in (runtime.memcpyHostToDevice, runtime.memcpyDefault)
     assert Stream.all[stream - 1].capturing is None
     Stream.all[stream - 1].do(lambda: ctypes.memmove(dst, src, size) and None)
+
+
+def memcpy2DAsync(dst: int, dpitch: int, src: int, spitch: int, width: int, height: int, kind: int, stream: int) -> None:  # CuPy's name
+    assert width <= min(dpitch, spitch)
+    for row in range(height):
+        memcpyAsync(dst + row * dpitch, src + row * spitch, width, kind, stream)
 
 
 def getDeviceCount() -> int:  # CuPy's name
@@ -213,7 +231,7 @@ def get_default_memory_pool() -> Any:
 
 
 runtime = SimpleNamespace(
-    memcpyAsync=memcpyAsync, memcpyHostToDevice=1, getDeviceCount=getDeviceCount, runtimeGetVersion=lambda: 12090, CUDARuntimeError=CUDARuntimeError
+    memcpyAsync=memcpyAsync, memcpy2DAsync=memcpy2DAsync, memcpyHostToDevice=1, memcpyDefault=4, getDeviceCount=getDeviceCount, runtimeGetVersion=lambda: 12090, CUDARuntimeError=CUDARuntimeError
 )
 cuda = SimpleNamespace(
     Stream=Stream, Event=Event, PinnedMemory=PinnedMemory, Device=Device, Graph=Graph, runtime=runtime, driver=SimpleNamespace(CUDADriverError=CUDADriverError),

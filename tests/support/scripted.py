@@ -136,8 +136,8 @@ def make_engine(
     )
     scheduler = Scheduler(
         CacheManager(num_blocks, block_size, prefix_cache=config.prefix_cache, eviction=POLICIES[config.eviction]),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.step_tokens,
+        max_num_seqs=config.step_seqs,
     )
     tokenizer: Any = None if pieces is None else PieceTokenizer(pieces)
     return Engine(scheduler, model, config, model_config, tokenizer)

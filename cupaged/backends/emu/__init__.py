@@ -14,7 +14,7 @@ time. Two threads that write the same value race.
 """
 
 from cupaged.backends.emu.compiler import Compiler, find_compiler
-from cupaged.backends.emu.memory import POISON, array, empty, never_written, wrote
+from cupaged.backends.emu.memory import POISON, array, copy_blocks, empty, forget, never_written, wrote
 from cupaged.backends.emu.module import Kernel, Mode, Module, Schedule
 
-__all__ = ["POISON", "Compiler", "Kernel", "Mode", "Module", "Schedule", "array", "empty", "find_compiler", "never_written", "wrote"]
+__all__ = ["POISON", "Compiler", "Kernel", "Mode", "Module", "Schedule", "array", "copy_blocks", "empty", "find_compiler", "forget", "never_written", "wrote"]

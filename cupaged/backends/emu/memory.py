@@ -46,6 +46,23 @@ def wrote(view: npt.NDArray[Any]) -> None:
         marks[:] = 1
 
 
+def forget(view: npt.NDArray[Any]) -> None:
+    """As if nobody had written any of `view`, contiguous."""
+    marks = marks_of(view)
+    if marks is not None:
+        marks[:] = 0
+    elif view.itemsize > 1:
+        view.view(np.uint16)[:] = POISON
+
+
+def copy_blocks(source: npt.NDArray[Any], target: npt.NDArray[Any], pairs: npt.NDArray[np.int32]) -> None:
+    """target[:, b] = source[:, a] for every pair (a, b), in contiguous arrays of one type; what nobody wrote stays so."""
+    target[:, pairs[:, 1]] = source[:, pairs[:, 0]]
+    old, new = marks_of(source), marks_of(target)
+    if new is not None:
+        new.reshape(target.shape)[:, pairs[:, 1]] = 1 if old is None else old.reshape(source.shape)[:, pairs[:, 0]]
+
+
 def never_written(view: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which elements of a contiguous array from `empty` nobody wrote, in its shape."""
     marks = marks_of(view)
