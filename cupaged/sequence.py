@@ -68,6 +68,7 @@ class Request:
     salt           requests with another salt never share cached blocks with this one
     width          most sequences that it runs at once
     sequences      its answers; the first is there from the start
+    live           those of them that still grow; a list that is replaced, never changed
     rows           rows of per-sequence state in the backend, one a sequence, while it runs
     arrival        orders requests: a smaller one came earlier
     """
@@ -90,6 +91,7 @@ class Request:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
+        self.num_prompt = len(prompt_token_ids)
         self.params = params
         self.max_len = max_len
         self.seed = seed
@@ -103,21 +105,13 @@ class Request:
         self.beam = beam
         self.width = beam.params.beam_width if beam else params.num_samples
         self.sequences: list[Sequence] = []
+        self.live: list[Sequence] = []
         self.rows: list[int] = []
         self.prompt_candidates: list[TokenCandidate] = []
         self.num_cached: int | None = None
         self.num_preemptions = 0
         self.steps_waited = 0
         self.times_passed = 0
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
-    def live(self) -> list[Sequence]:
-        """The sequences that still grow."""
-        return [s for s in self.sequences if s.finish_reason is None]
 
     @property
     def prompt_reported(self) -> bool:
@@ -198,6 +192,8 @@ class Sequence:
 
     def banned_tokens(self) -> tuple[int, ...]:
         """Tokens that must not come next: what would end the answer too early, and what would complete a bad word."""
+        if not self.request.bad_words and not self.request.params.min_tokens:
+            return ()  # as nearly always
         banned: set[int] = set()
         if self.num_output < self.request.params.min_tokens:
             banned |= self.request.eos_ids | self.request.stop_ids

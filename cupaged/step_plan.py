@@ -24,13 +24,14 @@ UNREAD = -1
 def common_prefix(a: IntArray, b: IntArray) -> int:
     """How many tokens two texts begin with alike."""
     size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if different.size else size
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that takes five times as long to make, and a step makes one for every sequence
 class SampleSpec:
-    """How a token after a scheduled run of tokens is to be chosen.
+    """How a token after a scheduled run of tokens is to be chosen. A value: nobody changes one.
 
     row_id        the stable row of per-sequence state in the backend, below max_num_seqs
     seed, index   key and stream of the request's random numbers; the position completes the counter
@@ -49,11 +50,12 @@ class SampleSpec:
     history: tuple[IntArray, IntArray] | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, as above
 class ScheduledSequence:
-    """One sequence's part of a step: compute `token_ids` at positions start, start + 1, ...
+    """One sequence's part of a step: compute `token_ids` at positions start, start + 1, ... A value: nobody changes one.
 
-    blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens
+    blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens. Plans of one sequence
+                        have the same array as long as the table stays the same
     token_source        where `token_ids` is [UNREAD]: which sample of the plan before this one chooses the token; else -1
     samples             how to choose the next token; empty where more of the context is still to be computed. More
                         than one where a prompt has just been computed that several answers share

@@ -21,8 +21,9 @@ claim is reproduced, a setting that should make it fail stands beside it, with w
 
 - **Measured** claims run the real engine on the machine named with them. A small model's lengths are the papers', scaled
   with the longest sequence.
-- **Simulated** claims run the real scheduler and cache manager under a roofline of the papers' machine (OPT-13B, A100 40 GB).
-  One constant, the overhead of a step, is fitted, to one of the paper's figures; all others are tests.
+- **Simulated** claims run the real scheduler and cache manager under a roofline of the papers' machines: OPT-13B on an A100
+  with 40 GB for PagedAttention, where one constant, the overhead of a step, is fitted, to one of the paper's figures, and all
+  others are tests; Llama-7B on an A10G for RadixAttention, where nothing is fitted.
 - **Counted** claims run the real scheduler and cache, some with a model that answers at random; nothing is timed.
 
 """
@@ -107,7 +108,7 @@ def busy(trial: Trial | None, machine: dict[str, Any]) -> bool:
 
 
 def _how(claim: Claim, machine: dict[str, Any]) -> str:
-    if claim.trial is None or claim.trial.simulation is not None:
+    if claim.trial is None or (claim.trial.simulation is not None and not claim.trial.timed):
         return f"simulated or computed, {machine['date']}"
     if claim.trial.timed:
         kind = f"timed on {machine['processor']}, {machine['cores']} cores, of which other processes took {100 * machine['others']:.0f} %"

@@ -77,3 +77,17 @@ def test_a_table_grows_and_keeps_its_order() -> None:
     assert table.num_blocks == 22
 
 
+def test_a_snapshot_stays_as_it_was_and_is_the_same_until_the_table_changes() -> None:
+    table = BlockTable(ids(7, 3))
+    first = table.snapshot()
+    assert table.snapshot() is first
+    table.replace(1, 9)
+    second = table.snapshot()
+    table.append(ids(4))
+    third = table.snapshot()
+    table.replace(np.array([0, 2]), ids(5, 6))
+    assert [s.tolist() for s in (first, second, third, table.snapshot())] == [[7, 3], [7, 9], [7, 9, 4], [5, 9, 6]]
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+
+

@@ -83,13 +83,28 @@ def test_commit_never_goes_back_or_past_the_blocks() -> None:
 def test_memory_is_held_while_a_plan_reads_it() -> None:
     c = cache(2, 1, prefix_cache=False)
     blocks = c.reserve(0, 0, 2)
-    c.pin(blocks)
+    pinned = c.pin([blocks])
     c.done(0, text(2))
     assert c.num_free == 0
     assert c.grow(1, 0, 1) is None
-    c.unpin(blocks)
+    c.unpin(pinned)
     assert c.num_free == 2
     c.check_invariants()
+
+
+def test_a_plan_pins_a_block_once_however_many_tables_share_it() -> None:
+    c = cache(8, prefix_cache=False)
+    c.compute(0, text(6))
+    c.fork(0, 1, 6)
+    blocks = c.grow(1, 6, 9)
+    assert blocks == [0, 3, 2]
+    pinned = c.pin([ids(0, 1), ids(0, 3, 2), ids(-1, 3)])
+    assert pinned.tolist() == [0, 1, 3, 2]
+    assert c._pool.pins[:4].tolist() == [1, 2, 1, 2]  # and the copy of block 1 to block 3
+    c.unpin(pinned)
+    c.copies_done(c.take_copies())
+    c.check_invariants()
+    assert not c._pool.pins.any()
 
 
 # copy-on-write

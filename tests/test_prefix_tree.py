@@ -68,6 +68,28 @@ def test_equal_blocks_are_merged_into_the_first() -> None:
     assert len(tree) == 3
 
 
+def test_what_is_published_is_published_on_behind_it() -> None:
+    tree = tree_with(([1, 2, 3, 4, 5, 6, 7, 8], [0, 1]), ([1, 2, 3, 4, 9, 9, 9, 9], [0, 2]))
+    held, dropped = tree.insert(ids(1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1, 1), ids(0, 1, 3), num_published=2)
+    assert (held.tolist(), dropped.tolist()) == ([0, 1, 3], [])
+    tree.check_invariants()
+    assert match(tree, 1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1, 1) == ([0, 1, 3], 12)
+    way = tree.match(ids(1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1, 1)).nodes
+    assert [node.used for node in way] == [tree.clock] * 3
+
+
+def test_it_begins_at_the_root_where_the_published_part_does_not_end_a_node() -> None:
+    longer = tree_with(([1, 2, 3, 4, 5, 6, 7, 8], [0, 1]))
+    longer.insert(ids(1, 2, 3, 4, 9, 9, 9, 9), ids(0, 2), num_published=1)
+    longer.check_invariants()
+    assert match(longer, 1, 2, 3, 4, 9, 9, 9, 9) == ([0, 2], 8)
+    forgotten = tree_with(([1, 2, 3, 4], [0]))
+    forgotten.clear()
+    held, _ = forgotten.insert(ids(1, 2, 3, 4, 5, 6, 7, 8), ids(0, 1), num_published=1)
+    assert held.tolist() == [0, 1]
+    assert match(forgotten, 1, 2, 3, 4, 5, 6, 7, 8) == ([0, 1], 8)
+
+
 def test_a_tail_grows_in_its_own_block() -> None:
     tree = tree_with(([1, 2, 3, 4, 5], [0, 1]))
     held, dropped = tree.insert(ids(1, 2, 3, 4, 5, 6, 7), ids(0, 1))

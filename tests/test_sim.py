@@ -142,6 +142,24 @@ def test_mean_batch_obeys_little_s_law() -> None:
     assert report.mean_batch == pytest.approx(in_system, rel=0.05)
 
 
+def test_prompts_are_computed_in_steps_of_their_own() -> None:
+    """The second comes while the first answers, which waits for its step; with a shared budget they go on together."""
+    asks = workload(asked(0.0, 4, 4), asked(1.5, 4, 2))
+    mixed, apart = (simulate(asks, setup(batching=batching), OneSecond()) for batching in ("continuous", "separate"))
+    assert [(t.first_token, t.finished) for t in mixed.times] == [(1.0, 4.0), (3.0, 4.0)]
+    assert [(t.first_token, t.finished) for t in apart.times] == [(3.0, 4.0), (1.0, 5.0)]
+    scheduler = setup(batching="separate").scheduler()
+    simulator = Simulator(scheduler, OneSecond())
+    kinds = set()
+    for number in range(12):
+        simulator.add(asked(float(number), 3 + 5 * (number % 8), 6))
+        plan = scheduler.schedule()
+        kinds.add(tuple(sorted({item.stop > len(item.token_ids) and item.num_tokens == 1 for item in plan.sequences})))
+        scheduler.apply(plan, simulator._model.run(plan))
+        scheduler.check_invariants()
+    assert kinds == {(False,), (True,)}, "never both in one step"
+
+
 # ---- nonsense
 
 
@@ -149,7 +167,7 @@ def test_mean_batch_obeys_little_s_law() -> None:
     ("fields", "line"),
     [
         ({"allocation": "heap"}, "allocation must be one of paged, max, pow2, oracle, demand"),
-        ({"batching": "none"}, "continuous, static"),
+        ({"batching": "none"}, "continuous, separate, static"),
         ({"num_blocks": 3}, "pool is too small"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_blocks": 1 << 30}, "1,073,741,824 blocks"),

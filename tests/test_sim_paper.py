@@ -44,6 +44,13 @@ def test_contiguous_batches_are_predicted() -> None:
     assert found["paged"] > 1.5 * found["oracle"]
 
 
+def test_short_requests_fill_a_batch_where_their_prompts_take_steps_of_their_own() -> None:
+    """The setting that makes Alpaca's row fail: mixed with answers, prompts that come 30 times a second cost no steps."""
+    apart, mixed = (paper_run("paged", "alpaca", 30.0, 800, batching=batching).mean_batch for batching in ("separate", "continuous"))
+    assert apart == pytest.approx(BATCH["alpaca", 30.0]["paged"], rel=0.25)
+    assert mixed < 0.6 * apart
+
+
 def test_growth_on_demand_preempts_where_pages_do_much_less() -> None:
     demand, paged = (paper_run(name, "sharegpt", 4.0, 150).preemptions for name in ("demand", "paged"))
     assert demand > 4 * paged

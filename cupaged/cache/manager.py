@@ -83,6 +83,7 @@ class CacheManager:
         self._copies: list[tuple[int, int]] = []
         self._swap = SwapSpace(num_swap_blocks)
         self._swap_out = self._swap_in = NO_PAIRS
+        self._first_place = np.empty(num_blocks, np.int32)
         self.counters = CacheCounters()
 
     # ---- what there is
@@ -170,7 +171,7 @@ class CacheManager:
         first, stop = table.num_released, position // self.block_size
         if stop > first:
             blocks = table.blocks[first:stop].copy()
-            table.blocks[first:stop] = -1
+            table.replace(slice(first, stop), -1)
             table.num_released = stop
             self._let_go(self._pool.release(blocks))
 
@@ -182,9 +183,10 @@ class CacheManager:
         """
         table = self._tables.get(seq_id) or BlockTable()
         first = start // self.block_size
-        missing = max(0, self.blocks_for(stop) - table.num_blocks)
-        must_copy = start < stop and first < table.num_blocks and not self._may_write(int(table.blocks[first]), start)
-        if missing or must_copy:
+        missing = self.blocks_for(stop) - table.num_blocks
+        must_copy = start < stop and first < table.num_blocks and not self._may_write(table[first], start)
+        if missing > 0 or must_copy:
+            missing = max(0, missing)
             blocks = self._allocate(missing + must_copy)
             if blocks is None:
                 return None
@@ -192,21 +194,20 @@ class CacheManager:
                 self._copy_on_write(table, first, int(blocks[-1]))
             table.append(blocks[:missing])
             self._tables[seq_id] = table
-        snapshot: IntArray = table.blocks.copy()
-        return snapshot
+        return table.snapshot()
 
     def _may_write(self, block: int, position: int) -> bool:
         """Whether one table alone names the block, and the slot is past what is published of it."""
-        holders = self._pool.counts[block] - self._pool.pins[block]
-        return bool(holders == 1 and position % self.block_size >= self._tree.fill[block])
+        holders = self._pool.counts.item(block) - self._pool.pins.item(block)
+        return holders == 1 and position % self.block_size >= self._tree.fill.item(block)
 
     def _copy_on_write(self, table: BlockTable, index: int, copy: int) -> None:
         """Put a private copy in the place of a block. Both are pinned until the plan that copies is applied."""
-        shared = int(table.blocks[index])
+        shared = table[index]
         # what is itself still to be copied has its content elsewhere: copies of one plan are made all at once
         source = next((origin for origin, target in self._copies if target == shared), shared)
         self._pool.pin(np.array([source, copy], np.int32))
-        table.blocks[index] = copy
+        table.replace(index, copy)
         table.num_published = min(table.num_published, index)
         self._let_go(self._pool.release(np.array([shared], np.int32)))
         self._copies.append((source, copy))
@@ -244,14 +245,15 @@ class CacheManager:
             return  # what is not whole cannot be found again
         count = self.blocks_for(len(tokens))
         own = table.blocks[:count].copy()
-        held, dropped = self._tree.insert(tokens, own, salt)
+        held, dropped = self._tree.insert(tokens, own, salt, table.num_published)
         merged = np.flatnonzero(held != own)
         if len(merged):
             self._pool.hold(held[merged])
-            table.blocks[merged] = held[merged]
+            table.replace(merged, held[merged])
             self._let_go(self._pool.release(own[merged]))
             self.counters.blocks_merged += len(merged)
-        self._pool.free(dropped[self._pool.counts[dropped] == 0])
+        if len(dropped):
+            self._pool.free(dropped[self._pool.counts[dropped] == 0])
         table.num_published = len(tokens) // self.block_size
 
     def release(self, seq_id: int, tokens: IntArray, salt: str = "") -> None:
@@ -339,8 +341,9 @@ class CacheManager:
 
     def swaps_done(self, out: IntArray, back: IntArray) -> None:
         """The plan that made these swaps was applied."""
-        self._swap.done(out[:, 1])
-        self._swap.done(back[:, 0])
+        for host in (out[:, 1], back[:, 0]):
+            if len(host):
+                self._swap.done(host)
 
     def swaps_cancelled(self, out: IntArray, back: IntArray) -> None:
         """The plan was cancelled: what should have gone out is lost, what should have come back comes with the next."""
@@ -349,23 +352,20 @@ class CacheManager:
 
     # ---- plans in flight
 
-    def pin(self, blocks: IntArray) -> None:
-        """Keep one sequence's blocks from being reused until `unpin`, even if the sequence goes away."""
-        self._pool.pin(blocks[blocks >= 0])
+    def pin(self, tables: Iterable[IntArray]) -> IntArray:
+        """Keep the blocks of these tables from being reused until `unpin`, even if their sequences go away: the blocks, int32,
+        each once however many tables share it."""
+        blocks = np.concatenate([np.empty(0, np.int32), *tables])
+        blocks = blocks[blocks >= 0]
+        places = np.arange(len(blocks), dtype=np.int32)
+        self._first_place[blocks[::-1]] = places[::-1]  # of equal blocks the first one is written last
+        distinct: IntArray = blocks[self._first_place[blocks] == places]
+        self._pool.pin(distinct)
+        return distinct
 
     def unpin(self, blocks: IntArray) -> None:
-        self._let_go(self._pool.unpin(blocks[blocks >= 0]))
-
-    def pin_all(self, tables: Iterable[IntArray]) -> list[IntArray]:
-        """`pin` the blocks of several sequences; what `unpin_all` takes to end that."""
-        pinned = _together(tables)
-        for blocks in pinned:
-            self.pin(blocks)
-        return pinned
-
-    def unpin_all(self, pinned: list[IntArray]) -> None:
-        for blocks in pinned:
-            self.unpin(blocks)
+        """End one `pin`, which gave these blocks."""
+        self._let_go(self._pool.unpin(blocks))
 
     # ---- room
 
@@ -407,11 +407,3 @@ class CacheManager:
         self._swap.check_invariants()
         self._pool.check_invariants(references, self._tree.fill)
         self._evictable.check_invariants()
-
-
-def _together(tables: Iterable[IntArray]) -> list[IntArray]:
-    """The tables' blocks in one array; or table by table, where some share a block."""
-    each = list(tables)
-    blocks = np.concatenate([np.empty(0, np.int32), *each])
-    blocks = blocks[blocks >= 0]
-    return [blocks] if len(np.unique(blocks)) == len(blocks) else each

@@ -28,6 +28,9 @@ import numpy as np
 from cupaged.errors import InvariantError
 from cupaged.step_plan import IntArray, common_prefix
 
+KEY_TYPE = np.dtype(">i4")
+KEY_BYTES = KEY_TYPE.itemsize
+
 
 class Match(NamedTuple):
     """Blocks (int32) whose first `num_tokens` slots hold the KV of the tokens asked for; the last one maybe in part."""
@@ -110,25 +113,33 @@ class PrefixTree:
 
     def _best_child(self, node: Node, tokens: IntArray) -> tuple[Node | None, int]:
         """The child that shares the most tokens, and how many."""
-        place = bisect_left(node.order, self._key(tokens))
+        key = self._key(tokens)
+        same = node.children.get(key) if len(tokens) >= self.block_size else None
+        if same is not None:
+            return same, common_prefix(same.tokens, tokens)  # no other child shares a whole block
+        place = bisect_left(node.order, key)
         neighbours = [node.children[key] for key in node.order[max(0, place - 1) : place + 1]]
         found = [(common_prefix(child.tokens, tokens), child) for child in neighbours]
         return max(found, key=lambda pair: pair[0], default=(0, None))[::-1]
 
     # ---- adding
 
-    def insert(self, tokens: IntArray, blocks: IntArray, salt: str = "") -> tuple[IntArray, IntArray]:
+    def insert(self, tokens: IntArray, blocks: IntArray, salt: str = "", num_published: int = 0) -> tuple[IntArray, IntArray]:
         """Add int32 `tokens` whose KV is in int32 `blocks` (the last one maybe in part).
+
+        The first `num_published` blocks came back from an earlier call with the same first tokens: where they are still in
+        the tree, it goes on behind them without comparing these tokens again.
 
         Returns (the blocks that the tree holds for these tokens: an equal one that was there first stands in for the
         one given; blocks of shorter tails that are no longer in the tree, because a longer one took their place).
         """
         self.clock += 1
-        node = self._roots.setdefault(salt, Node(None, np.empty(0, np.int32), np.empty(0, np.int32), self.clock, next(self._numbers)))
         full = len(tokens) // self.block_size
         held = blocks.copy()
         dropped: list[int] = []
-        done = 0
+        node, done = self._end_of(blocks, num_published), num_published
+        if node is None:
+            node, done = self._root(salt), 0
         while done < full:
             rest = tokens[done * self.block_size : full * self.block_size]
             child = node.children.get(self._key(rest))
@@ -149,6 +160,23 @@ class PrefixTree:
             dropped += more
         return held, np.array(dropped, np.int32)
 
+    def _root(self, salt: str) -> Node:
+        if salt not in self._roots:
+            self._roots[salt] = Node(None, np.empty(0, np.int32), np.empty(0, np.int32), self.clock, next(self._numbers))
+        return self._roots[salt]
+
+    def _end_of(self, blocks: IntArray, count: int) -> Node | None:
+        """The node that ends with the first `count` of a path's blocks, all of it marked as used; None if there is none."""
+        last = blocks.item(count - 1) if count else -1
+        end = self._owner[last] if count else None
+        if end is None or end.blocks[-1] != last:
+            return None
+        node: Node | None = end
+        while node is not None:
+            node.used = self.clock
+            node = node.parent
+        return end
+
     def _insert_tail(self, node: Node, tail: IntArray, block: int) -> tuple[int, list[int]]:
         """The block that holds the tail now, and the blocks of tails that it made superfluous."""
         key = self._key(tail)
@@ -163,7 +191,10 @@ class PrefixTree:
 
     def _drop_tails(self, node: Node, tokens: IntArray, block: int) -> list[int]:
         """Detach the tails that `tokens` begins with; their blocks, but not `block`, which lives on with more tokens."""
-        keys = (self._key(tokens[:size]) for size in range(1, min(self.block_size, len(tokens) + 1)))
+        if not node.children:
+            return []
+        key = self._key(tokens)
+        keys = (key[: KEY_BYTES * size] for size in range(1, min(self.block_size, len(tokens) + 1)))
         covered = [node.children[key] for key in keys if key in node.children]
         for child in covered:
             self._detach(child)
@@ -171,7 +202,7 @@ class PrefixTree:
 
     def _key(self, tokens: IntArray) -> bytes:
         """The first block of tokens as bytes that sort as the tokens do."""
-        return tokens[: self.block_size].astype(">i4").tobytes()
+        return tokens[: self.block_size].astype(KEY_TYPE).tobytes()
 
     def _child(self, node: Node, tokens: IntArray) -> Node:
         return node.children[self._key(tokens)]

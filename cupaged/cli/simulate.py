@@ -46,7 +46,7 @@ _MACHINE_OPTIONS = (
 )
 _ENGINE_OPTIONS = (
     click.option("--allocation", "allocations", multiple=True, help=f"{', '.join(ALLOCATIONS)}, or all; repeatable (default: paged)."),
-    click.option("--batching", default="continuous", show_default=True, help=f"{' or '.join(BATCHINGS)} (nobody joins a running batch)."),
+    click.option("--batching", default="continuous", show_default=True, help=f"{', '.join(BATCHINGS)}: prompts in steps of their own, or nobody joins a batch."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens per KV block."),
     click.option("--max-model-len", "max_len", type=int, help="Longest sequence in tokens (default: the model's)."),
     click.option("--max-num-seqs", type=int, default=256, show_default=True, help="Sequences computed in one step."),

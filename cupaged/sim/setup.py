@@ -12,11 +12,12 @@ from cupaged.errors import ConfigError, shown
 from cupaged.policy import POLICIES as QUEUES
 from cupaged.presets import Device, ModelShape
 from cupaged.scheduler import Scheduler
+from cupaged.separate_prompts import SeparatePromptScheduler
 from cupaged.sim.cost import Roofline
 from cupaged.static_batch import StaticBatchScheduler
 
 ALLOCATIONS = ("paged", *RESERVATIONS)
-BATCHINGS = ("continuous", "static")
+BATCHINGS = ("continuous", "separate", "static")
 MOST_BLOCKS = 1 << 24
 
 
@@ -25,7 +26,7 @@ class Setup:
     """What is simulated. None: as much as the machine holds, the model's context.
 
     allocation              paged, or a contiguous reservation (cache/contiguous.py): max, pow2, oracle, demand
-    batching                continuous, or static: nobody joins a batch that runs
+    batching                continuous; separate: prompts in steps of their own; static: nobody joins a batch that runs
     max_len                 longest sequence, tokens
     overhead                seconds a step beside the roofline
     """
@@ -93,7 +94,8 @@ class Setup:
             return StaticBatchScheduler(
                 cache, max_num_batched_tokens=self.max_num_seqs * self.max_len, max_num_seqs=self.max_num_seqs, policy=policy
             )
-        return Scheduler(cache, max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs, policy=policy)
+        kind = SeparatePromptScheduler if self.batching == "separate" else Scheduler
+        return kind(cache, max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs, policy=policy)
 
     def roofline(self) -> Roofline:
         """How long its steps take."""

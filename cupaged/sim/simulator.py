@@ -122,7 +122,7 @@ class Simulator:
         self.now += seconds
         self.steps += 1
         self.computed_tokens += work.tokens
-        for request in dict.fromkeys(sequence.request for sequence in self.scheduler.apply(plan, self._model.run(plan))):
+        for request in dict.fromkeys([sequence.request for sequence in self.scheduler.apply(plan, self._model.run(plan))]):
             first = self._first.setdefault(request, self.now)
             if request.status is Status.FINISHED:
                 del self._first[request]
