@@ -25,9 +25,15 @@ class Answer:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenCandidates] = []
         self._text = ""
+        self._complete = False
 
     def follow(self) -> str | None:
-        """Take over the tokens that the sequence got since the last call; the stop string that they complete, if any."""
+        """Take over the tokens that the sequence got since the last call; the stop string that they complete, if any.
+
+        Where there are stop strings, it has to follow every token. All else is the same however many come at once.
+        """
+        if self._complete:
+            return None
         sequence = self._sequence
         new = sequence.output_ids[len(self._token_ids) :].tolist()
         self._token_ids += new
@@ -39,12 +45,8 @@ class Answer:
         if matched is None and sequence.finish_reason is not None:
             matched = self._show(self._detokenizer.flush())
             self._text += self._stop.flush()
+        self._complete = matched is not None or sequence.finish_reason is not None
         return matched
-
-    def flush(self) -> None:
-        """No more tokens will come: show what was held back."""
-        if self._detokenizer is not None and self._show(self._detokenizer.flush()) is None:
-            self._text += self._stop.flush()
 
     def _hides_last_token(self) -> bool:
         """A token that ended the answer is not part of its text, as a stop string is not."""
@@ -59,6 +61,7 @@ class Answer:
 
     def output(self) -> CompletionOutput:
         """The answer so far, as a value of its own."""
+        self.follow()
         sequence = self._sequence
         wanted = sequence.request.params.logprobs is not None
         return CompletionOutput(

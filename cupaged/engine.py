@@ -33,11 +33,13 @@ from cupaged.text.tokenizer import Tokenizer
 class _Live:
     """A request on its way: what the scheduler does not care about."""
 
-    def __init__(self, request: Request, mailbox: deque[RequestOutput] | None) -> None:
+    def __init__(self, request: Request, mailbox: deque[RequestOutput] | None, only_finished: bool) -> None:
         self.request = request
         self.prompt_ids = request.prompt_token_ids.tolist()
         self.answers: dict[int, Answer] = {}
         self.mailbox = mailbox
+        self.only_finished = only_finished
+        self.has_stop_strings = request.beam is None and bool(request.params.stop)
         self.first_token: float | None = None
 
 
@@ -87,11 +89,13 @@ class Engine:
         request_id: str | None = None,
         mailbox: deque[RequestOutput] | None = None,
         cache_salt: str = "",
+        only_finished: bool = False,
     ) -> str:
         """Queue a prompt (text or token ids); its id. Raises RequestError for one that can never be served.
 
-        Each of its outputs is also appended to `mailbox`, whoever calls the `step` or `abort` that makes it. Requests
-        share cached prefixes only with those of the same `cache_salt`.
+        There is an output for each of its tokens, or, with `only_finished`, one when it is finished, which is cheaper.
+        Each is also appended to `mailbox`, whoever calls the `step` or `abort` that makes it. Requests share cached
+        prefixes only with those of the same `cache_salt`.
         """
         with self._exclusive:
             request_id = self.new_id() if request_id is None else request_id
@@ -99,7 +103,7 @@ class Engine:
                 raise RequestError(f"a request with the id {request_id!r} is already running")
             request = self._door.admit(request_id, prompt, self.default_params if params is None else params, cache_salt)
             self._scheduler.add(request)
-            self._live[request_id] = _Live(request, mailbox)
+            self._live[request_id] = _Live(request, mailbox, only_finished)
             return request_id
 
     def new_id(self) -> str:
@@ -116,11 +120,7 @@ class Engine:
             live = self._live.get(request_id)
             if live is None:
                 return None
-            growing = live.request.live
             self._scheduler.abort(live.request)
-            if live.request.beam is None:
-                for sequence in growing:
-                    self._answer(live, sequence).flush()
             return self._reports([live])[0]
 
     def reset_prefix_cache(self) -> None:
@@ -144,7 +144,8 @@ class Engine:
     # ---- the heart
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step; the outputs of the requests that got a token in it. Nothing to do: an empty list."""
+        """Compute one step; the outputs of the requests that got a token in it, or, of those that want only this, ended
+        with it. Nothing to do: an empty list."""
         with self._exclusive:
             while self._forgotten:
                 self.abort(self._forgotten.popleft())
@@ -155,20 +156,26 @@ class Engine:
             ran = time.perf_counter()
             usage = self._scheduler.cache.usage() if self.observers else None
             changed = self._scheduler.apply(plan, output)
-            for sequence in changed:
-                self._follow(sequence, ran)
-            outputs = self._reports([self._live[name] for name in dict.fromkeys(s.request.request_id for s in changed)])
+            grown = self._follow(changed, ran)
+            outputs = self._reports([live for live in grown if not live.only_finished or live.request.status is Status.FINISHED])
             if usage is not None:
                 self._record(plan, outputs, usage, (planning, ran - started - planning, time.perf_counter() - ran))
             return outputs
 
-    def _follow(self, sequence: Sequence, now: float) -> None:
-        """Bring a sequence's answer up to date; one that has just completed a stop string ends."""
-        live = self._live[sequence.request.request_id]
-        if live.first_token is None:
-            live.first_token = now
-        if sequence.request.beam is not None:
-            return  # beams come and go: their text is made when the search is over
+    def _follow(self, changed: list[Sequence], now: float) -> list[_Live]:
+        """The requests of sequences that got a token. A sequence that has just completed a stop string ends; all other text
+        is made when somebody wants to see it."""
+        grown: dict[_Live, None] = {}
+        for sequence in changed:
+            live = self._live[sequence.request.request_id]
+            grown[live] = None
+            if live.first_token is None:
+                live.first_token = now
+            if live.has_stop_strings:
+                self._look_for_stop(live, sequence)
+        return list(grown)
+
+    def _look_for_stop(self, live: _Live, sequence: Sequence) -> None:
         matched = self._answer(live, sequence).follow()
         if matched is not None:
             if sequence.finish_reason is None:
@@ -195,7 +202,7 @@ class Engine:
             request_id=request.request_id,
             prompt=request.prompt,
             prompt_token_ids=live.prompt_ids,
-            outputs=_outputs(live, finished) if request.beam is None else self._beams(request.beam),
+            outputs=self._samples(live, finished) if request.beam is None else self._beams(request.beam),
             finished=finished,
             prompt_logprobs=(
                 None
@@ -215,6 +222,15 @@ class Engine:
         if finished:
             del self._live[request.request_id]
         return output
+
+    def _samples(self, live: _Live, finished: bool) -> list[CompletionOutput]:
+        """The request's answers by index; at the end, of best_of answers the n with the highest mean logprob, best first."""
+        params = live.request.params
+        answers = [self._answer(live, sequence).output() for sequence in live.request.sequences]
+        if finished and params.num_samples > params.n:
+            answers.sort(key=lambda a: -(a.cumulative_logprob or 0.0) / max(1, len(a.token_ids)))
+            answers = [replace(answer, index=index) for index, answer in enumerate(answers[: params.n])]
+        return answers
 
     def _beams(self, search: BeamSearch) -> list[CompletionOutput]:
         """The complete answers of a beam search so far, best first."""
@@ -258,13 +274,3 @@ class Engine:
         )
         for observe in self.observers:
             observe(record)
-
-
-def _outputs(live: _Live, finished: bool) -> list[CompletionOutput]:
-    """The request's answers by index; at the end, of best_of answers the n with the highest mean logprob, best first."""
-    params = live.request.params
-    answers = [answer.output() for answer in live.answers.values()]
-    if finished and params.num_samples > params.n:
-        answers.sort(key=lambda a: -(a.cumulative_logprob or 0.0) / max(1, len(a.token_ids)))
-        answers = [replace(answer, index=index) for index, answer in enumerate(answers[: params.n])]
-    return answers

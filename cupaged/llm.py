@@ -79,7 +79,7 @@ class LLM:
         try:
             for prompt, each in zip(prompts, params, strict=True):
                 ids.append(self.engine.new_id())  # known before it is used, so that an interrupt leaves none behind
-                self.engine.add_request(prompt, each, ids[-1], mailbox)
+                self.engine.add_request(prompt, each, ids[-1], mailbox, only_finished=on_output is None)
             while len(finished) < len(ids):
                 self.engine.step()
                 while mailbox:

@@ -139,14 +139,14 @@ def host_shares(figures: Figures) -> dict[str, float]:
     all that is not the model's arithmetic."""
     steps = figures["host_steps"]
     median = {name: 1000 * statistics.median(step[name] for step in steps) for name in steps[0]}
-    outside = statistics.median(1 - (step["forward"] + step["head"]) / step["total"] for step in steps)
+    outside = statistics.median(1 - step["model"] / step["total"] for step in steps)
     booking = statistics.median((step["schedule"] + step["apply"] + step["sampling"]) / step["total"] for step in steps)
     return {**median, "booking": 100 * booking, "share": 100 * outside}
 
 
 def _host(runs: Runs) -> str:
     shares = [host_shares(figures) for figures in runs[OURS]]
-    names = ["total", "forward", "head", "sampling", "schedule", "apply"]
+    names = ["total", "model", "sampling", "schedule", "apply"]
     row = [spread([share[name] for share in shares], 2) for name in names] + [spread([share[name] for share in shares]) for name in ("booking", "share")]
     return table(["step ms", *(f"{name} ms" for name in names[1:]), "% bookkeeping and sampling", "% all but the model"], [row])
 

@@ -93,6 +93,13 @@ def test_a_stop_string_is_kept_when_asked_for() -> None:
     assert output.text == "abSTOP"
 
 
+def test_nothing_is_shown_behind_a_stop_string() -> None:
+    engine = make_engine(ScriptedModel(default=[2]), ["p", "?"])
+    engine.tokenizer.token_bytes = lambda token: b"abSTOP\xe2"  # the character that it begins is never finished
+    engine.add_request("p", SamplingParams(max_tokens=3, stop="STOP"))
+    assert finish(engine)[-1].outputs[0].text == "ab"
+
+
 def test_stop_strings_wait_for_min_tokens() -> None:
     output = answer([2, 2, 2, 2], ["xS"], stop=["S"], min_tokens=2).outputs[0]
     assert (output.text, output.token_ids) == ("xSxSx", [2, 2, 2])
@@ -240,6 +247,44 @@ def test_a_request_without_a_seed_gets_one_of_its_own() -> None:
     seeds = [item.samples[0].seed for item in model.plans[0].sequences]
     assert len(set(seeds)) == 3
     assert seeds[2] == 7
+
+
+# only the finished answer
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": 7},
+        {"max_tokens": 9, "stop_token_ids": [6]},
+        {"max_tokens": 9, "stop_token_ids": [6], "include_stop_str_in_output": True},
+        {"max_tokens": 9, "stop": ["fgh", "de"], "min_tokens": 4},
+        {"max_tokens": 5, "stop": ["efg"]},
+        {"max_tokens": 4, "logprobs": 2},
+        {"max_tokens": 4, "n": 2, "best_of": 3},
+        {"max_tokens": 4, "prompt_logprobs": 1},
+    ],
+)
+def test_the_finished_output_alone_is_the_last_of_the_growing_ones(params: dict) -> None:
+    last = []
+    for only_finished in (False, True):
+        engine = make_engine(ScriptedModel(default=[2, 3, 4, 5, 6, 7, 8, 9]), ["ab", "b", "c", "d", "e", "f", "g", "h", "i"])
+        engine.add_request([1, 2], SamplingParams(**params), only_finished=only_finished)
+        outputs = finish(engine)
+        assert len(outputs) == 1 or not only_finished
+        last.append(outputs[-1])
+    grown, alone = last
+    assert alone.finished
+    assert (alone.outputs, alone.prompt_logprobs) == (grown.outputs, grown.prompt_logprobs)
+    assert alone.metrics.first_token < alone.metrics.finished
+
+
+def test_an_aborted_answer_is_whole_though_nobody_watched_it_grow() -> None:
+    engine = make_engine(ScriptedModel(default=[1, 2, 3]), ["ab", "c", "d"])
+    request_id = engine.add_request("ab", SamplingParams(max_tokens=100, stop="dX"), only_finished=True)
+    assert [engine.step() for _ in range(3)] == [[], [], []]
+    output = engine.abort(request_id)
+    assert (output.outputs[0].text, output.outputs[0].token_ids, output.outputs[0].finish_reason) == ("abcd", [1, 2, 3], "abort")
 
 
 # abort

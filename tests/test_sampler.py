@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 
 from cupaged.backends.base import Backend
@@ -53,3 +55,19 @@ def test_histories_are_sent_for_the_rows_that_bring_one() -> None:
     specs = [SampleSpec(params, 5, 0, 0, 3, history=history), SampleSpec(params, 6, 0, 0, 3)]
     sampler.send_histories(specs, backend)
     assert sent == [(5, [1, 2], [3])]
+
+
+def test_packing_step_after_step_is_packing_each() -> None:
+    one, other = SamplingParams(temperature=0.5, logit_bias={3: 1.0}), SamplingParams(temperature=0.5, logit_bias={3: 2.0})
+    first = SampleSpec(one, row_id=0, seed=1, index=0, position=5)
+    second = SampleSpec(one, row_id=1, seed=2, index=0, position=9)
+    steps = [
+        *([first, second], [replace(first, position=6), replace(second, position=10)], [second, first], [first], []),
+        *([replace(first, params=other)], [first], [replace(first, seed=3)], [replace(first, index=1)]),
+        *([replace(first, row_id=2)], [replace(first, banned=(7,))], [replace(first, banned=(8,))], [first]),
+    ]
+    packer = sampler.Packer()
+    for specs in steps:
+        packed, whole = packer.pack(specs), sampler.pack(specs)
+        for field in fields(packed):
+            np.testing.assert_array_equal(getattr(packed, field.name), getattr(whole, field.name), err_msg=field.name)

@@ -162,7 +162,7 @@ class Batch:
                 if job.error is not None:
                     raise RequestError(job.error)
                 prompt, params = self._request(job)
-                added.append(self._llm.engine.add_request(prompt, params, str(index), cache_salt=self._salt(job)))
+                added.append(self._llm.engine.add_request(prompt, params, str(index), cache_salt=self._salt(job), only_finished=True))
             except (RequestError, ConfigError, CheckpointError) as error:
                 if not job.source:
                     raise

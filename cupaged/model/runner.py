@@ -33,6 +33,7 @@ class Runner:
         buffers = Buffers.allocate(backend, config, max_rows)
         positions = len(model.cos)
         self._chosen = backend.empty((max_seqs,), np.int32) if overlap else None
+        self._packer = sampler.Packer()
         self._batch = backend.new_batch(
             BatchLimits(
                 rows=max_rows,
@@ -48,12 +49,20 @@ class Runner:
             ),
             self._chosen,
         )
-        batch = self._batch  # and not self: a runner that is dropped must give its memory back at once
-        self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
         self._hidden = buffers.hidden
         logit_rows = max(max_seqs, LOGPROB_ROWS)
         self._rows, self._normed = (backend.empty((logit_rows, config.hidden_size), backend.activations) for _ in range(2))
         self._logits = backend.empty((logit_rows, config.vocab_size), np.float32)
+        batch, logits = self._batch, self._logits  # and not self: a runner that is dropped must give its memory back at once
+
+        def forward_and_head(rows: int) -> None:
+            mine = buffers.first(rows)
+            forward(backend, model, kv, batch, mine)
+            head(backend, model, mine.hidden, mine.normed, logits[:rows])
+
+        self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
+        # where the host waits for every call, a step whose rows all choose a token is one call
+        self._forward_and_head = None if backend.asynchronous else backend.record(forward_and_head, max_seqs)
 
     def run(self, plan: StepPlan) -> ModelOutput:
         """Compute a (non-empty) plan."""
@@ -68,11 +77,14 @@ class Runner:
         self._kv.move_blocks(plan)
         batch = batches.build(plan)
         self._backend.set_batch(self._batch, batch.token_ids, batch.attention, batch.sources)
+        if self._forward_and_head is not None and _all_choose(plan):
+            self._forward_and_head(plan.num_tokens)
+            return LateOutput(*self._sample(plan.samples, self._logits[: plan.num_tokens]), {}, None)
         self._forward(plan.num_tokens)
-        hidden = self._hidden[: plan.num_tokens]
+        hidden, rows = self._hidden[: plan.num_tokens], batch.sample_rows
         prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, hidden)
         candidates = self._candidates(plan, batch.attention.query_start, hidden)
-        token_ids, logprobs = self._sample(plan.samples, batch.sample_rows, hidden)
+        token_ids, logprobs = self._sample(plan.samples, self._head(hidden, rows)) if len(rows) else (None, None)
         return LateOutput(token_ids, logprobs, prompt_logprobs, candidates)
 
     def _head(self, hidden: Array, rows: IntArray) -> Array:
@@ -85,18 +97,16 @@ class Runner:
         head(self._backend, self._model, chosen, self._normed[: len(rows)], logits)
         return logits
 
-    def _sample(self, specs: Sequence[SampleSpec], rows: IntArray, hidden: Array) -> tuple[Download | None, LateLogprobs | None]:
+    def _sample(self, specs: Sequence[SampleSpec], logits: Array) -> tuple[Download, LateLogprobs | None]:
         """The chosen tokens, and their logprobs if anybody wants them."""
-        if not specs:
-            return None, None
-        backend, logits = self._backend, self._head(hidden, rows)
+        backend = self._backend
         wanted = max(-1 if spec.params.needed_logprobs is None else spec.params.needed_logprobs for spec in specs)
         untouched = None
         if wanted >= 0:  # sampling works in place, and logprobs are the model's own
             untouched = backend.empty(logits.shape, np.float32)
             backend.gather_rows(logits, backend.upload(np.arange(len(specs), dtype=np.int32)), out=untouched)
         sampler.send_histories(specs, backend)
-        token_ids = backend.sample(logits, sampler.pack(specs), None if self._chosen is None else self._chosen[: len(specs)])
+        token_ids = backend.sample(logits, self._packer.pack(specs), None if self._chosen is None else self._chosen[: len(specs)])
         logprobs = None if untouched is None else self._logprobs(untouched, token_ids, wanted)
         return backend.download_later(token_ids), logprobs
 
@@ -127,3 +137,8 @@ class Runner:
     def _logprobs(self, logits: Array, token_ids: Array, k: int) -> LateLogprobs:
         found = self._backend.token_logprobs(logits, token_ids, k)
         return LateLogprobs(*(self._backend.download_later(array) for array in (token_ids, *found)))
+
+
+def _all_choose(plan: StepPlan) -> bool:
+    """Whether every row of the step chooses one token; nothing else is wanted of it then."""
+    return all(item.num_tokens == len(item.samples) == 1 for item in plan.sequences)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,21 @@ def pack(specs: Sequence[SampleSpec]) -> SamplingBatch:
         bias_values=np.array([value for bias in biases for _, value in bias], np.float32),
         penalised=np.array([p.has_penalties for p in params], bool),
     )
+
+
+class Packer:
+    """Packs one step after another: where the rows are those of the step before, as they mostly are, only their positions."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[Any, ...]] = []
+        self._batch = pack([])
+
+    def pack(self, specs: Sequence[SampleSpec]) -> SamplingBatch:
+        rows = [(spec.params, spec.row_id, spec.seed, spec.index, spec.banned) for spec in specs]
+        if rows == self._rows:
+            return replace(self._batch, positions=np.array([spec.position for spec in specs], np.int32))
+        self._rows, self._batch = rows, pack(specs)
+        return self._batch
 
 
 def send_histories(specs: Sequence[SampleSpec], backend: Backend) -> None:

@@ -39,6 +39,11 @@ class Stopwatch:
         finally:
             self.seconds += time.perf_counter() - started
 
+    def take(self) -> float:
+        """The seconds since the last call."""
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
 
 class HostShare:
     """Splits the wall time of full decode steps into the model's arithmetic, sampling, and all the rest.
@@ -50,9 +55,8 @@ class HostShare:
         self._sequences = sequences
         runner = llm.engine._runner
         self._watches = {
-            "forward": Stopwatch(runner, "_forward"),
-            "head": Stopwatch(runner, "_head"),
-            "sampling": Stopwatch(runner._backend, "sample"),  # type: ignore[attr-defined]  # the protocol hides it
+            "model": [Stopwatch(runner, name) for name in ("_forward", "_forward_and_head", "_head")],
+            "sampling": [Stopwatch(runner._backend, "sample")],  # type: ignore[attr-defined]  # the protocol hides it
         }
         self._before = time.perf_counter()
         self.steps: list[dict[str, float]] = []
@@ -60,9 +64,7 @@ class HostShare:
 
     def _record(self, record: StepRecord) -> None:
         now = time.perf_counter()
-        parts = {name: watch.seconds for name, watch in self._watches.items()}
-        for watch in self._watches.values():
-            watch.seconds = 0.0
+        parts = {name: sum(watch.take() for watch in watches) for name, watches in self._watches.items()}
         if record.num_decode == record.num_tokens == self._sequences:
             known = {"schedule": record.schedule_seconds, "apply": record.apply_seconds}
             self.steps.append({"total": now - self._before, **parts, **known})
