@@ -221,7 +221,7 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
 
     from cupaged.backends import cpu_tile, cpu_unpack
 
-    index = kind.index
+    index, most = kind.index, cpu_unpack.MAX_ROWS
     jit = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
 
     @jit
@@ -230,7 +230,11 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
 
     @jit
     def dot(rows: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int) -> None:
-        cpu_unpack.dot_rows(index, 3, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
+        cpu_unpack.dot_rows(index, 2, most, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
+
+    @jit
+    def wide_dot(rows: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int) -> None:
+        cpu_unpack.dot_rows(index, 4, 2, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
 
     @jit
     def keep(more: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int, panel: int, panel_bytes: int) -> None:
@@ -242,30 +246,38 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
 
     digest = hashlib.sha256()
     for width in widths:
-        part = source(kind, 45, width)
+        part = source(kind, 61, width)
         weights = packed(kind, part)
         blocks, stride = weights.shape[1], weights.strides[0]
         panels = np.full((4, width + 1, 16), np.nan, np.float32)  # a row more, which must stay as it is
-        for group in range(3):
+        for group in range(4):
             panel_of(weights[group].ctypes.data, blocks, panels[group].ctypes.data)
         assert np.isnan(panels[:, width]).all()
-        expected = cpu_formats.unpack(weights, kind, 48, width)
-        assert_same_bits(panels[:3, :width].transpose(0, 2, 1).reshape(48, width) + 0.0, expected + 0.0)
+        expected = cpu_formats.unpack(weights, kind, 64, width)
+        assert_same_bits(panels[:, :width].transpose(0, 2, 1).reshape(64, width) + 0.0, expected + 0.0)
         x = np.random.default_rng(width).standard_normal((cpu_unpack.MAX_ROWS, width + 3)).astype(np.float32)
         for rows in range(1, cpu_unpack.MAX_ROWS + 1):
-            y, reference = np.full((rows + 1, 50), np.nan, np.float32), np.empty((rows, 64), np.float32)
-            dot(rows, x.ctypes.data, x.strides[0], weights.ctypes.data, stride, blocks, y.ctypes.data, y.strides[0])
+            reference = np.empty((rows, 64), np.float32)
             for group in (0, 2):
                 for row in range(rows):
                     where = reference[row:, 16 * group :].ctypes.data
                     tile(1, x[row:].ctypes.data, x.strides[0], panels[group].ctypes.data, panels[group + 1].ctypes.data, width, where, 256, 0)
-            assert_same_bits(y[:rows, :48], reference[:, :48])
+            y = np.full((rows + 1, 34), np.nan, np.float32)
+            dot(rows, x.ctypes.data, x.strides[0], weights.ctypes.data, stride, blocks, y.ctypes.data, y.strides[0])
+            assert_same_bits(y[:rows, :32], reference[:, :32])
             assert np.isnan(y[rows:]).all()
-            assert np.isnan(y[:, 48:]).all()
-            np.testing.assert_allclose(y[:rows, :48], x[:rows, :width] @ expected.T, rtol=0, atol=1e-4 * max(1, float(np.abs(expected).max()) * width))
+            assert np.isnan(y[:, 32:]).all()
+            np.testing.assert_allclose(reference, x[:rows, :width] @ expected.T, rtol=0, atol=1e-4 * max(1, float(np.abs(expected).max()) * width))
+            if rows > 2:
+                continue
+            y = np.full((rows + 1, 66), np.nan, np.float32)
+            wide_dot(rows, x.ctypes.data, x.strides[0], weights.ctypes.data, stride, blocks, y.ctypes.data, y.strides[0])
+            assert_same_bits(y[:rows, :64], reference)
+            assert np.isnan(y[rows:]).all()
+            assert np.isnan(y[:, 64:]).all()
         check_keeping(keep, tile, weights, panels, x)
-        digest.update(y[:4, :48].copy().data)
-        digest.update(panels[:3, :width].copy().data)
+        digest.update(reference[:4].copy().data)
+        digest.update(panels[:, :width].copy().data)
     return digest.hexdigest()
 
 

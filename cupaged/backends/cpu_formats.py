@@ -147,7 +147,7 @@ def choose(dtype: str, parts: Sequence[TensorSource]) -> Format:
 
 
 def pack(parts: Sequence[TensorSource], kind: Format, out: U8) -> None:
-    """Fill uint8 [groups, blocks, block_bytes], C-contiguous, with the matrices, one under the other.
+    """Fill uint8 [groups, blocks, block_bytes], each group C-contiguous, with the matrices, one under the other.
 
     `out` may have more groups than they need. Raises CheckpointError for a number that the format cannot hold.
     """

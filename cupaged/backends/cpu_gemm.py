@@ -1,8 +1,9 @@
 """The matrix products of the CPU: y = x @ W.T straight from packed weights, with what follows a product done on the way.
 
-A task is 32 columns of y (two groups of packed ones) for up to CHUNK_ROWS rows:
+A task is some tiles of 32 columns of y (two groups of packed ones) for up to CHUNK_ROWS rows:
 
-    few rows    weights are unpacked in registers and used at once: bound by memory
+    few rows    weights are unpacked in registers and used at once: bound by memory; of one row or two, the tiles are taken
+                in pairs, because two sums, each in the order of k, are too few for the multiply-adds to overlap
     more rows   the first few rows leave the unpacked weights in a panel, PANEL_ROWS of K at a time, over which register tiles
                 of the others pass: bound by arithmetic; meanwhile the next attention's blocks are asked for (cpu_prefetch.py)
 
@@ -11,7 +12,7 @@ sums of a task stay in scratch memory till they are whole; then comes the epilog
 
     PLAIN   y = sums + bias
     ADD     y += sums + bias
-    SILU    y = silu(gate) * up          the task's two groups are 16 columns of the gate and the same ones of up; so are
+    SILU    y = silu(gate) * up          a tile's two groups are 16 columns of the gate and the same ones of up; so are
                                          the sums, and the halves of the bias
 """
 
@@ -49,6 +50,9 @@ PLAIN, ADD, SILU = range(3)
 CHUNK_ROWS = 240
 """Rows of a task: its sums and its rows of x stay in a core's second-level cache."""
 
+THIN_ROWS = 2 if LANES == 16 else 0
+"""Up to so many rows have too few sums in two groups. Registers of fewer lanes have more sums in a group."""
+
 PANEL_ROWS = 512
 """Rows of K in a panel: 64 KB for two groups."""
 
@@ -59,9 +63,13 @@ X, X_STRIDE, K, W, GROUP_BYTES, N, Y, Y_STRIDE, BIAS, EPILOGUE = range(FIRST, FI
 AHEAD = FIRST + 10
 """The words of cpu_prefetch."""
 
+_MOST_THIN = max(1, THIN_ROWS)
 _ROW = TILE_COLUMNS * 4
 _PANEL_BYTES = PANEL_ROWS * GROUP * 4
-_TASKS_A_MEMBER = 16
+_TASKS_A_MEMBER = 4
+_LONGEST = 128
+"""Most tiles of a task of few rows, which has as many as its member's share: it reads them front to back, and every beginning
+waits for memory."""
 
 
 @emitter()
@@ -76,10 +84,10 @@ def _silu_mul_row(b: Builder, row: Value) -> None:
 
 
 @kernel
-def _finish(sums: int, rows: int, epilogue: int, bias: int, up_bias: int, width: int, y: int, y_stride: int) -> None:
-    """The epilogue of a task: sums [rows][32] to `width` columns of y. All addresses are of the task's first number."""
+def _finish(sums: int, sums_stride: int, rows: int, epilogue: int, bias: int, up_bias: int, width: int, y: int, y_stride: int) -> None:
+    """The epilogue of a tile: sums [rows][32] to `width` columns of y. All addresses are of the tile's first number."""
     for r in range(rows):
-        source = sums + r * _ROW
+        source = sums + r * sums_stride
         row = carray(pointer_to_float32(source), TILE_COLUMNS)
         out = carray(pointer_to_float32(y + r * y_stride), width)
         if bias != 0:
@@ -126,10 +134,14 @@ def gemm(format_index: int) -> OperationKernel:
         ahead = operation + 8 * AHEAD
         sums = word(team, SCRATCH)
         panel = sums + CHUNK_ROWS * _ROW
-        groups = (columns + GROUP - 1) // GROUP
         width = GROUP if epilogue == SILU else TILE_COLUMNS
+        groups = (columns + GROUP - 1) // GROUP * (TILE_COLUMNS // width)
         tiles = (columns + width - 1) // width
-        span = max(1, tiles // (_TASKS_A_MEMBER * word(team, PARTS)))
+        at_once = 2 if rows <= THIN_ROWS else 1
+        if rows <= 2 * MAX_ROWS:
+            span = at_once * max(1, min(_LONGEST, tiles // word(team, PARTS)) // at_once)
+        else:
+            span = max(1, tiles // (_TASKS_A_MEMBER * word(team, PARTS)))
         spans = (tiles + span - 1) // span
         chunks = (rows + CHUNK_ROWS - 1) // CHUNK_ROWS
         while True:
@@ -138,20 +150,22 @@ def gemm(format_index: int) -> OperationKernel:
                 return
             row = task // spans * CHUNK_ROWS
             part = min(CHUNK_ROWS, rows - row)
+            x_rows = x + row * x_stride
             tile = task % spans * span
-            for t in range(tile, min(tile + span, tiles)):
-                if epilogue == SILU:
-                    first = w + t * group_bytes
-                    second = first + groups * group_bytes
-                else:
-                    first = w + 2 * t * group_bytes
-                    second = first + group_bytes if 2 * t + 1 < groups else first
-                x_rows = x + row * x_stride
-                if part <= 2 * MAX_ROWS:  # unpacking twice still beats the detour over a panel
+            last = min(tile + span, tiles)
+            while tile < last:
+                first = w + 2 * tile * group_bytes
+                second = first + group_bytes if 2 * tile + 1 < groups else first
+                pair = at_once == 2 and tile + 1 < last and 2 * tile + 3 < groups
+                sums_stride = _ROW
+                if pair:
+                    sums_stride = 2 * _ROW
+                    dot_rows(format_index, 4, _MOST_THIN, part, x_rows, x_stride, first, group_bytes, count // block_k, sums, sums_stride)
+                elif part <= 2 * MAX_ROWS:  # unpacking twice still beats the detour over a panel
                     height = part if part <= MAX_ROWS else (part + 1) // 2
                     for r in range(0, part, height):
                         n = min(height, part - r)
-                        dot_rows(format_index, 2, n, x_rows + r * x_stride, x_stride, first, second - first, count // block_k, sums + r * _ROW, _ROW)
+                        dot_rows(format_index, 2, MAX_ROWS, n, x_rows + r * x_stride, x_stride, first, second - first, count // block_k, sums + r * _ROW, _ROW)
                 else:
                     for k in range(0, count, PANEL_ROWS):
                         n, skip = min(PANEL_ROWS, count - k), k // block_k * block_bytes
@@ -162,9 +176,11 @@ def gemm(format_index: int) -> OperationKernel:
                             low, high = panel, panel + _PANEL_BYTES
                         some_x, some_sums = x_rows + 4 * k + done * x_stride, sums + done * _ROW
                         _panel_product(team, ahead, k, part - done, some_x, x_stride, low, high, n, some_sums)
-                column = t * width
-                own_bias = bias + 4 * column if bias != 0 else 0
-                target = y + row * y_stride + 4 * column
-                _finish(sums, part, epilogue, own_bias, own_bias + 4 * columns, min(width, columns - column), target, y_stride)
+                for i in range(1 + pair):
+                    column = (tile + i) * width
+                    own_bias = bias + 4 * column if bias != 0 else 0
+                    target = y + row * y_stride + 4 * column
+                    _finish(sums + i * _ROW, sums_stride, part, epilogue, own_bias, own_bias + 4 * columns, min(width, columns - column), target, y_stride)
+                tile += 1 + pair
 
     return gemm_operation

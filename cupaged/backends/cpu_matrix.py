@@ -51,13 +51,12 @@ def stacked(dtype: str, parts: Sequence[TensorSource], bias: Sequence[TensorSour
 
 
 def gate_up(dtype: str, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
-    """The groups of the gate, then those of up: each begins with a group of its own. The bias holds both halves."""
+    """Groups of the gate and of up in turn, so that a product reads memory from front to back. The bias holds one half, then the other."""
     kind = choose(dtype, [gate, up])
     rows, inputs = gate.shape
-    half = -(-rows // GROUP)
-    weight = aligned(kind.packed_shape(2 * half * GROUP, inputs), np.uint8)
-    pack([gate], kind, weight[:half])
-    pack([up], kind, weight[half:])
+    weight = aligned(kind.packed_shape(2 * -(-rows // GROUP) * GROUP, inputs), np.uint8)
+    pack([gate], kind, weight[0::2])
+    pack([up], kind, weight[1::2])
     return PackedMatrix(inputs, rows, (Packed(kind, weight, 0, rows),), None if bias is None else vector(bias))
 
 

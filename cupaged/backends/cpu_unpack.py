@@ -233,11 +233,11 @@ def unpack_panel(b: Builder, index: int, w: Value, blocks: Value, panel: Value) 
     _walk(b, FORMATS[index], columns, I64(0), blocks, [], write)
 
 
-@emitter(literals=2)
+@emitter(literals=3)
 def dot_rows(
-    b: Builder, index: int, groups: int, rows: Value, x: Value, x_stride: Value, w: Value, group_stride: Value, blocks: Value, y: Value, y_stride: Value
+    b: Builder, index: int, groups: int, most: int, rows: Value, x: Value, x_stride: Value, w: Value, group_stride: Value, blocks: Value, y: Value, y_stride: Value
 ) -> None:
-    """y[rows][16 * groups] = x[rows][k] times `groups` (1 .. 4) groups of packed columns; rows 1 .. MAX_ROWS. FORMATS[index].
+    """y[rows][16 * groups] = x[rows][k] times `groups` (1 .. 4) groups of packed columns; rows 1 .. `most`, up to MAX_ROWS. FORMATS[index].
 
     w is the address of the first group's first block, the next group's lies group_stride bytes further, and so on.
     Addresses and strides in bytes.
@@ -252,7 +252,7 @@ def dot_rows(
             out = at(b, y, 4 * LANES * first)
             _dot_pass(b, FORMATS[index], n, x, x_stride, columns[first : first + width], group_stride, blocks, out, y_stride)
 
-    switch(b, rows, range(1, MAX_ROWS + 1), case)
+    switch(b, rows, range(1, most + 1), case)
 
 
 @emitter(literals=1)
