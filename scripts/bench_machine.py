@@ -29,7 +29,7 @@ def describe() -> dict[str, str]:
 
 
 class Disturbance:
-    """The share of all cores that processes other than this one's (finished) children took since it was made."""
+    """The share of all cores that processes other than this one and its (finished) children took since it was made."""
 
     def __init__(self) -> None:
         self._wall, self._foreign = time.perf_counter(), _foreign_seconds()
@@ -46,8 +46,8 @@ def _foreign_seconds() -> float:
     except OSError:
         return 0.0
     user, nice, system, _idle, _iowait, *rest = (int(field) for field in first.split()[1:9])
-    own = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - own.ru_utime - own.ru_stime
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK") - sum(usage.ru_utime + usage.ru_stime for usage in own)
 
 
 def usable_cores() -> int:

@@ -35,13 +35,14 @@ class TrialError(Exception):
 
 def run(claim: Claim, trial: Trial, arguments: argparse.Namespace) -> dict[str, Any]:
     """What a trial found, with the machine that it was found on. Raises TrialError."""
+    disturbance = Disturbance()
     if trial.simulation is not None:
-        return {**trial.simulation().as_object(), "machine": machine()}
+        report = trial.simulation().as_object()
+        return {**report, "machine": {**machine(), "others": round(disturbance.share(), 3)}}
     path = arguments.results / f"{claim.name}.partial"
     command = [sys.executable, "-m", "cupaged", "bench", *trial.bench, "--json", str(path)]
     command += ["--model", arguments.model] if arguments.model else []
     under = shlex.split(arguments.under) if trial.timed else []
-    disturbance = Disturbance()
     done = subprocess.run([*under, *command], capture_output=True, text=True, cwd=ROOT, timeout=None if under else LIMIT_SECONDS)
     if done.returncode:
         raise TrialError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])

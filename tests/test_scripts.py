@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -270,15 +271,17 @@ def test_report_tells_how_quiet_the_machine_was() -> None:
     assert "taken by other processes, at worst: 40 % of all cores" in bench_report.render({}, runs)
 
 
+@pytest.mark.parametrize("who", ["RUSAGE_SELF", "RUSAGE_CHILDREN"])
 @pytest.mark.parametrize(("ours", "share"), [(0.0, 0.75), (2.0, 0.25), (3.0, 0.0)])
-def test_own_children_are_no_disturbance(ours: float, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 s of one core, of which all processes took 3 and this one's children so many of them, half in the system."""
+def test_own_work_is_no_disturbance(ours: float, share: float, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 s of one core, of which all processes took 3, and this one or its children so many of them, half in the system."""
     clock, busy, children = [100.0, 104.0], [1000, 1300], [5.0, 5.0 + ours / 2]
     monkeypatch.setattr(bench_machine.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(bench_machine.os, "cpu_count", lambda: 1)
     monkeypatch.setattr(bench_machine.os, "sysconf", lambda name: 100)
     monkeypatch.setattr(bench_machine.Path, "read_text", lambda path, **options: f"cpu  {busy[0] - 60} 10 20 7777 8888 30 0 0\ncpu0 1\n")
-    monkeypatch.setattr(bench_machine.resource, "getrusage", lambda who: SimpleNamespace(ru_utime=children[0], ru_stime=children[0]))
+    used = {getattr(resource, who): children}
+    monkeypatch.setattr(bench_machine.resource, "getrusage", lambda asked: SimpleNamespace(**dict.fromkeys(("ru_utime", "ru_stime"), used.get(asked, [0.0])[0])))
     disturbance = bench_machine.Disturbance()
     for values in (clock, busy, children):
         del values[0]

@@ -66,7 +66,8 @@ AHEAD = FIRST + 10
 _MOST_THIN = max(1, THIN_ROWS)
 _ROW = TILE_COLUMNS * 4
 _PANEL_BYTES = PANEL_ROWS * GROUP * 4
-_TASKS_A_MEMBER = 4
+_TASKS_A_MEMBER = 16
+"""Of many rows: so many that the members end together."""
 _LONGEST = 128
 """Most tiles of a task of few rows, which has as many as its member's share: it reads them front to back, and every beginning
 waits for memory."""
