@@ -147,7 +147,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         overhead.overhead,
         "One request alone: blocks against contiguous memory.",
         "alone, a request decodes within 5 % as fast in blocks as in one run of memory: pages gain it nothing",
-        Choices(requests=5, values=(16,), engine=_engine(256, 16)),
+        Choices(requests=15, values=(16,), engine=_engine(256, 16)),
         "block sizes in tokens",
         ("--values", "1"),
         "a block of one token makes every step of the attention an indirection",
