@@ -248,10 +248,9 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
     for width in widths:
         part = source(kind, 61, width)
         weights = packed(kind, part)
-        blocks, stride = weights.shape[1], weights.strides[0]
         panels = np.full((4, width + 1, 16), np.nan, np.float32)  # a row more, which must stay as it is
         for group in range(4):
-            panel_of(weights[group].ctypes.data, blocks, panels[group].ctypes.data)
+            panel_of(weights[group].ctypes.data, weights.shape[1], panels[group].ctypes.data)
         assert np.isnan(panels[:, width]).all()
         expected = cpu_formats.unpack(weights, kind, 64, width)
         assert_same_bits(panels[:, :width].transpose(0, 2, 1).reshape(64, width) + 0.0, expected + 0.0)
@@ -262,23 +261,24 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
                 for row in range(rows):
                     where = reference[row:, 16 * group :].ctypes.data
                     tile(1, x[row:].ctypes.data, x.strides[0], panels[group].ctypes.data, panels[group + 1].ctypes.data, width, where, 256, 0)
-            y = np.full((rows + 1, 34), np.nan, np.float32)
-            dot(rows, x.ctypes.data, x.strides[0], weights.ctypes.data, stride, blocks, y.ctypes.data, y.strides[0])
-            assert_same_bits(y[:rows, :32], reference[:, :32])
-            assert np.isnan(y[rows:]).all()
-            assert np.isnan(y[:, 32:]).all()
             np.testing.assert_allclose(reference, x[:rows, :width] @ expected.T, rtol=0, atol=1e-4 * max(1, float(np.abs(expected).max()) * width))
-            if rows > 2:
-                continue
-            y = np.full((rows + 1, 66), np.nan, np.float32)
-            wide_dot(rows, x.ctypes.data, x.strides[0], weights.ctypes.data, stride, blocks, y.ctypes.data, y.strides[0])
-            assert_same_bits(y[:rows, :64], reference)
-            assert np.isnan(y[rows:]).all()
-            assert np.isnan(y[:, 64:]).all()
+            check_dot(dot, weights, x, reference[:, :32])
+            if rows <= 2:
+                check_dot(wide_dot, weights, x, reference)
         check_keeping(keep, tile, weights, panels, x)
         digest.update(reference[:4].copy().data)
         digest.update(panels[:, :width].copy().data)
     return digest.hexdigest()
+
+
+def check_dot(dot: Any, weights: np.ndarray, x: np.ndarray, reference: np.ndarray) -> None:
+    """dot_rows: these sums to the bit, and nothing beside them."""
+    rows, columns = reference.shape
+    y = np.full((rows + 1, columns + 2), np.nan, np.float32)
+    dot(rows, x.ctypes.data, x.strides[0], weights.ctypes.data, weights.strides[0], weights.shape[1], y.ctypes.data, y.strides[0])
+    assert_same_bits(y[:rows, :columns], reference)
+    assert np.isnan(y[rows:]).all()
+    assert np.isnan(y[:, columns:]).all()
 
 
 def check_keeping(keep: Any, tile: Any, weights: np.ndarray, panels: np.ndarray, x: np.ndarray) -> None:

@@ -110,6 +110,14 @@ def _finish(sums: int, sums_stride: int, rows: int, epilogue: int, bias: int, up
 
 
 @kernel
+def _tiles_of_task(rows: int, tiles: int, members: int, at_once: int) -> int:
+    """How many tiles, a multiple of `at_once`, a task takes of so many."""
+    if rows <= 2 * MAX_ROWS:
+        return at_once * max(1, min(_LONGEST, tiles // members) // at_once)
+    return max(1, tiles // (_TASKS_A_MEMBER * members))
+
+
+@kernel
 def _panel_product(team: int, ahead: int, more: int, rows: int, x: int, x_stride: int, low: int, high: int, count: int, sums: int) -> None:
     """sums [rows][32] = (more, if it is not 0: sums +) x [rows][count] times a panel, by tiles of about the same height."""
     left = rows
@@ -139,10 +147,7 @@ def gemm(format_index: int) -> OperationKernel:
         groups = (columns + GROUP - 1) // GROUP * (TILE_COLUMNS // width)
         tiles = (columns + width - 1) // width
         at_once = 2 if rows <= THIN_ROWS else 1
-        if rows <= 2 * MAX_ROWS:
-            span = at_once * max(1, min(_LONGEST, tiles // word(team, PARTS)) // at_once)
-        else:
-            span = max(1, tiles // (_TASKS_A_MEMBER * word(team, PARTS)))
+        span = _tiles_of_task(rows, tiles, word(team, PARTS), at_once)
         spans = (tiles + span - 1) // span
         chunks = (rows + CHUNK_ROWS - 1) // CHUNK_ROWS
         while True:
