@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from cupaged.backends import cpu_cache, cpu_paged_attention
 from cupaged.backends.base import AttentionBatch, BatchLimits
 from cupaged.backends.cpu_batch import CpuBatch
+from cupaged.backends.cpu_code import address
 from cupaged.backends.cpu_kv_numbers import KINDS, KvKind, kind_of
-from cupaged.backends.cpu_program import Crew, operation
-from cupaged.backends.cpu_threads import Team
+from cupaged.backends.cpu_program import operation
+from cupaged.backends.cpu_threads import Crew
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.errors import ConfigError, InvariantError
 
@@ -30,7 +31,7 @@ RIM = 7.25
 
 @functools.cache
 def crew(threads: int) -> Crew:
-    crew = Crew(Team(threads))
+    crew = Crew(threads)
     crew.reserve(cpu_paged_attention.scratch_bytes(16, 128))
     return crew
 
@@ -112,8 +113,8 @@ class Pool:
         count = np.array([len(qkv)], np.int64)
         table = []
         if write:
-            table.append(operation(cpu_cache.rope_and_cache(self.kind.index).address, count, addresses(cpu_cache.rope_and_cache_words(qkv, self.cos, self.sin, batch, self.heads, *caches))))
-        table.append(operation(cpu_paged_attention.attention.address, count, addresses(cpu_paged_attention.words(self.kind, qkv, *caches, batch, self.heads, scale, window, out[own]))))
+            table.append(operation(address("rope_and_cache", self.kind.index), count, addresses(cpu_cache.rope_and_cache_words(qkv, self.cos, self.sin, batch, self.heads, *caches))))
+        table.append(operation(address("attention"), count, addresses(cpu_paged_attention.words(self.kind, qkv, *caches, batch, self.heads, scale, window, out[own]))))
         crew(threads).run(np.stack(table))
         assert (out[[0, -1]] == RIM).all()
         owners = [s for s, context in enumerate(rows.context_lens) for _ in range(rows.query_start[s + 1] - rows.query_start[s])]
@@ -240,7 +241,7 @@ def rotated(pool: Pool, qkv: np.ndarray) -> np.ndarray:
     batch = CpuBatch(pool.limits, 1)
     batch.set(np.zeros(len(qkv), np.int32), rows)
     words = cpu_cache.rope_and_cache_words(qkv, pool.cos, pool.sin, batch, pool.heads, *pool.caches())
-    crew(1).run(operation(cpu_cache.rope_and_cache(pool.kind.index).address, count, addresses(words))[None])
+    crew(1).run(operation(address("rope_and_cache", pool.kind.index), count, addresses(words))[None])
     return qkv
 
 

@@ -219,7 +219,8 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
 
     import numba
 
-    from cupaged.backends import cpu_tile, cpu_unpack
+    from cupaged.backends.cpu_kernels import tile as cpu_tile
+    from cupaged.backends.cpu_kernels import unpack as cpu_unpack
 
     index, most = kind.index, cpu_unpack.MAX_ROWS
     jit = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
@@ -283,7 +284,7 @@ def check_dot(dot: Any, weights: np.ndarray, x: np.ndarray, reference: np.ndarra
 
 def check_keeping(keep: Any, tile: Any, weights: np.ndarray, panels: np.ndarray, x: np.ndarray) -> None:
     """dot_rows_keeping: the panels that it leaves, and its sums, added to others or not."""
-    from cupaged.backends import cpu_unpack
+    from cupaged.backends.cpu_kernels import unpack as cpu_unpack
 
     width = panels.shape[1] - 1
     for more in (0, 1):
@@ -306,9 +307,9 @@ VARIANTS = [(16, 32, True), (8, 16, True), (4, 32, False)]
 
 _CHILD = """
 import sys
-from cupaged.backends import cpu_ir
+from cupaged.backends.cpu_kernels import ir as cpu_ir
 cpu_ir.LANES, cpu_ir.REGISTERS = int(sys.argv[1]), int(sys.argv[2])
-from cupaged.backends import cpu_unpack
+from cupaged.backends.cpu_kernels import unpack as cpu_unpack
 if sys.argv[3] == "False":
     cpu_unpack.CONVERTS_HALVES = False
 import test_cpu_formats as tests

@@ -12,6 +12,7 @@ from cupaged.backends import cpu_batch, cpu_gemm, cpu_prefetch, cpu_program
 from cupaged.backends.base import AttentionBatch, BatchLimits
 from cupaged.backends.cpu import CpuBackend
 from cupaged.backends.cpu_batch import CpuBatch
+from cupaged.backends.cpu_kernels.prefetch import take_piece
 
 LIMITS = BatchLimits(rows=64, sequences=4, table_width=8, vocab_size=9, positions=64, num_blocks=32, block_size=4)
 
@@ -58,7 +59,7 @@ def test_members_take_every_piece_of_every_block_once(parts: int, block_bytes: i
     for part in range(parts):
         member = np.zeros(8, np.int64)
         member[cpu_program.PART], member[cpu_program.PARTS] = part, parts
-        while (piece := cpu_prefetch.take_piece(member.ctypes.data, ahead.ctypes.data, -1))[0] >= 0:
+        while (piece := take_piece(member.ctypes.data, ahead.ctypes.data, -1))[0] >= 0:
             keys, values, size = piece
             assert values == keys + VALUES
             taken += range(keys, keys + size)
@@ -67,7 +68,7 @@ def test_members_take_every_piece_of_every_block_once(parts: int, block_bytes: i
 
 def test_without_attention_there_is_nothing_to_fetch() -> None:
     ahead, member = np.zeros(4, np.int64), np.zeros(8, np.int64)
-    assert cpu_prefetch.take_piece(member.ctypes.data, ahead.ctypes.data, 7) == (7, 7, 0)
+    assert take_piece(member.ctypes.data, ahead.ctypes.data, 7) == (7, 7, 0)
 
 
 class Ones:

@@ -12,9 +12,10 @@ from cupaged.backends import cpu_sampling, sampling
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.backends.sampling import TokenCounts
 from cupaged.errors import InvariantError
+from tests.support import cpu_choice
 from tests.support.sampling import batch_of, random_logits
 
-both = pytest.mark.parametrize("implementation", [sampling, cpu_sampling], ids=["reference", "cpu"])
+both = pytest.mark.parametrize("implementation", [sampling, cpu_choice], ids=["reference", "cpu"])
 
 
 def ids(*tokens: int) -> np.ndarray[Any, Any]:
@@ -94,14 +95,16 @@ def test_a_token_depends_on_nothing_but_its_own_row(implementation: ModuleType) 
 
 @both
 def test_draws_reach_the_first_and_the_last_kept_token_and_skip_banned_ones(implementation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "uniform", lambda *_: np.array([2.0**-25, 0.5, 1 - 2.0**-25]))
+    for module in (sampling, cpu_sampling):
+        monkeypatch.setattr(module, "uniform", lambda *_: np.array([2.0**-25, 0.5, 1 - 2.0**-25]))
     row = {"bias": [(0, -np.inf), (9, -np.inf)]}
     assert draw(implementation, np.zeros(10), [row] * 3) == [1, 5, 8]
 
 
 @both
 def test_hopeless_tokens_are_not_drawn_and_do_not_disturb(implementation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "uniform", lambda *_: np.array([2.0**-25, 1 - 2.0**-25]))
+    for module in (sampling, cpu_sampling):
+        monkeypatch.setattr(module, "uniform", lambda *_: np.array([2.0**-25, 1 - 2.0**-25]))
     logits = np.array([-3e38, -np.inf, 3e38, -60.0, -1e4], np.float32)
     assert draw(implementation, logits, [{}] * 2) == [2, 2]
     assert draw(implementation, logits, [{"temperature": 1e-30}] * 2) == [2, 2]
@@ -114,7 +117,8 @@ def support(implementation: ModuleType, logits: Any, monkeypatch: pytest.MonkeyP
     """Every token that some of 512 evenly spaced uniform numbers give."""
     n = 512
     with monkeypatch.context() as patch:
-        patch.setattr(implementation, "uniform", lambda *_: (np.arange(n) + 0.5) / n)
+        for module in (sampling, cpu_sampling):
+            patch.setattr(module, "uniform", lambda *_: (np.arange(n) + 0.5) / n)
         return sorted(set(draw(implementation, logits, [row] * n)))
 
 

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupaged.backends import cpu_sampling, sampling
-from cupaged.backends.cpu_threads import Team
+from cupaged.backends import sampling
+from cupaged.backends.cpu_kernels import sampling as kernels
 from cupaged.backends.emu_device import EmuDevice
 from cupaged.backends.kernel_sampling import KernelSampler
+from tests.support import cpu_choice
 from tests.support.kernels import skip_without_compiler
 from tests.support.sampling import batch_of
-
-TEAM = Team(2)
 
 # Vocabularies around the kernels' chunks, and a real one.
 VOCABULARIES = (1, 2, 17, 1000, 1023, 1024, 1025, 2049, 49152)
@@ -76,7 +75,7 @@ def test_the_same_tokens_and_counts(problem: tuple[np.ndarray[Any, Any], list[di
     expected_counts, counts = (histories(sampling.TokenCounts(), num_rows, vocab_size, seed) for _ in range(2))
     for _ in range(2):
         expected = sampling.sample(logits.copy(), batch_of(batch), expected_counts)
-        tokens = cpu_sampling.sample(logits.copy(), batch_of(batch), counts, TEAM)
+        tokens = cpu_choice.sample(logits.copy(), batch_of(batch), counts)
         assert tokens.tolist() == expected.tolist()
         assert tokens.dtype == expected.dtype
     assert (counts.outputs == expected_counts.outputs).all()
@@ -89,7 +88,7 @@ def test_the_same_logprobs(problem: tuple[np.ndarray[Any, Any], list[dict[str, A
     logits, _, seed = problem
     chosen = np.random.RandomState(seed).randint(logits.shape[1], size=len(logits)).astype(np.int32)
     expected = sampling.token_logprobs(logits, chosen, k)
-    got = cpu_sampling.token_logprobs(logits, chosen, k, TEAM)
+    got = cpu_choice.token_logprobs(logits, chosen, k)
     for exact in (1, 2):
         assert got[exact].tolist() == expected[exact].tolist()
     for close in (0, 3):
@@ -139,6 +138,6 @@ def test_the_cuda_kernels_give_the_same_logprobs(problem: tuple[np.ndarray[Any, 
 
 def test_the_kernels_exponential_is_exact_to_its_word() -> None:
     xs = [*np.linspace(-64.0, 0.0, 5001).tolist(), -1e-300, -0.0]
-    np.testing.assert_allclose([cpu_sampling._exp(x) for x in xs], np.exp(xs), rtol=1e-13)
-    assert cpu_sampling._exp(0.0) == 1.0
-    assert [cpu_sampling._exp(x) for x in (-64.001, -1e300, -np.inf)] == [0.0] * 3
+    np.testing.assert_allclose([kernels._exp(x) for x in xs], np.exp(xs), rtol=1e-13)
+    assert kernels._exp(0.0) == 1.0
+    assert [kernels._exp(x) for x in (-64.001, -1e300, -np.inf)] == [0.0] * 3

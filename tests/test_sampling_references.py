@@ -17,6 +17,7 @@ import pytest
 
 from cupaged.backends import cpu_sampling, sampling
 from cupaged.params import SamplingParams
+from tests.support import cpu_choice
 from tests.support.sampling import batch_of, random_logits
 
 REFERENCES = json.loads((Path(__file__).parent / "data" / "sampling_references.json").read_text(encoding="utf-8"))
@@ -46,7 +47,7 @@ def rows_of(case: dict[str, Any], count: int) -> list[dict[str, Any]]:
     ] * count
 
 
-@pytest.mark.parametrize("implementation", [sampling, cpu_sampling], ids=["reference", "cpu"])
+@pytest.mark.parametrize("implementation", [sampling, cpu_choice], ids=["reference", "cpu"])
 @pytest.mark.parametrize("case", REFERENCES["cases"], ids=case_name)
 def test_each_token_is_drawn_exactly_in_its_interval(case: dict[str, Any], implementation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     probabilities = np.zeros(VOCAB)
@@ -63,14 +64,15 @@ def test_each_token_is_drawn_exactly_in_its_interval(case: dict[str, Any], imple
     for row_id in range(len(rows)):
         counts.set_history(row_id, np.array(REFERENCES["prompt"], np.int32), np.array(REFERENCES["answer"], np.int32))
     logits = np.tile(random_logits(case["seed"], VOCAB, case["scale"]), (len(rows), 1))
-    monkeypatch.setattr(implementation, "uniform", lambda *_: uniforms)
+    for module in (sampling, cpu_sampling):
+        monkeypatch.setattr(module, "uniform", lambda *_: uniforms)
 
     tokens = implementation.sample(logits, batch_of(rows), counts)
 
     assert tokens.tolist() == np.tile(asked, 3).tolist()
 
 
-@pytest.mark.parametrize("implementation", [sampling, cpu_sampling], ids=["reference", "cpu"])
+@pytest.mark.parametrize("implementation", [sampling, cpu_choice], ids=["reference", "cpu"])
 @pytest.mark.parametrize("case", REFERENCES["cases"], ids=case_name)
 def test_greedy_takes_the_likeliest_after_bias_and_penalties(case: dict[str, Any], implementation: ModuleType) -> None:
     row = {**rows_of(case, 1)[0], "temperature": 0}

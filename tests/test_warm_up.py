@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -11,24 +12,22 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType
 
-from cupaged.backends import compile_ahead, cpu_jit, open_backend
+from cupaged.backends import compile_ahead, cpu_code
+from cupaged.backends.cpu import kernels_of
 from cupaged.backends.cpu_formats import FORMATS
+from cupaged.backends.cpu_kv_numbers import KINDS
 from cupaged.checkpoint import open_checkpoint
 from cupaged.cli.main import run
 from cupaged.errors import BackendError, ConfigError
 from tests.checkpoint_builders import CONFIG, random_tensors, write_folder, write_gguf
 
-LISTEN = """
-import sys
-from numba.core import event
-compiled = []
-class Listener(event.Listener):
-    def on_start(self, event): compiled.append(event.data)
-    def on_end(self, event): pass
-event.register("numba:compile", Listener())
+NOTHING_COMPILES = """
+import subprocess, sys
+def refuse(*_, **__):
+    raise AssertionError("a process was started")
+subprocess.Popen = refuse
 from cupaged import LLM, SamplingParams
 LLM(sys.argv[1], kv_cache_dtype="int8", num_blocks=8).generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
-assert not compiled, compiled
 """
 
 
@@ -41,10 +40,10 @@ def python(*args: str, cache: Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def without_products(tmp_path: Path) -> Path:
     """A cache that holds every kernel but those that read weights."""
-    open_backend("cpu")
-    folder = cpu_jit.FOLDER
-    assert folder is not None
-    shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("*gemm_operation*", "*embedding_operation*"))
+    folder = cpu_code.folder()
+    for kind in KINDS:
+        cpu_code.compile_missing(kernels_of(kind))
+    shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("gemm-*", "embedding-*"))
     return tmp_path
 
 
@@ -64,24 +63,32 @@ def test_after_a_warm_up_nothing_is_compiled(without_products: Path, model: Path
     assert first.stdout.endswith(f": {folder}\n")
     assert " kernels compiled in " in first.stdout
     assert python("-m", "cupaged", "warmup", "q4_1", cache=without_products).stdout == f"all kernels were there: {folder}\n"
-    python("-c", LISTEN, str(model), cache=without_products)
+    python("-c", NOTHING_COMPILES, str(model), cache=without_products)
 
 
 def test_an_unknown_format_is_named_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("cupaged.backends.cpu_warm_up.warm_up", lambda backend: pytest.fail("compiled"))
+    monkeypatch.setattr(cpu_code, "compile_missing", lambda names: pytest.fail("compiled"))
     assert run(["warmup", "q4_1", "q3_k"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: there is no format 'q3_k' of weights; there are float32, float16, bfloat16, q8_0, q4_0,")
 
 
-def test_without_a_folder_or_numba_there_is_nothing_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_jit, "FOLDER", None)
+def test_without_a_folder_or_numba_there_is_nothing_to_keep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    cpu_code.folder.cache_clear()
+    monkeypatch.setenv("CUPAGED_CACHE", str(blocked))
     with pytest.raises(ConfigError, match="set CUPAGED_CACHE to a folder that can be written"):
         compile_ahead.kernel_folder()
-    monkeypatch.setitem(sys.modules, "cupaged.backends.cpu_jit", None)
-    monkeypatch.delattr("cupaged.backends.cpu_jit", raising=False)
+    cpu_code.folder.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", no_package)
     with pytest.raises(BackendError, match="without Numba"):
         compile_ahead.kernel_folder()
+    cpu_code.folder.cache_clear()
+
+
+def no_package(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_every_format_passes_through_its_kernels() -> None:

@@ -87,18 +87,15 @@ def kernel_dtypes(dtype: str, kv_dtype: str) -> tuple[str, str]:
 
 
 def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str) -> Backend:
+    from cupaged.backends import cpu_code
+    from cupaged.backends.cpu import CpuBackend
+
     try:
-        from cupaged.backends import cpu_jit
-        from cupaged.backends.cpu import CpuBackend
-        from cupaged.backends.cpu_warm_up import warm_up
-    except ImportError as error:  # Numba is not there for every platform and Python
+        if announce is not None and cpu_code.missing(["attention"]):
+            announce("compiling the CPU kernels, once on this machine (10 to 30 s)")
+        return CpuBackend(threads, dtype, kv_dtype)
+    except BackendError as error:  # no Numba for this platform and Python, or no right to run what it made
         from cupaged.backends.reference import ReferenceBackend
 
-        logging.getLogger("cupaged").warning("the CPU kernels cannot be compiled (%s): computing in plain NumPy, which is very slow", error)
+        logging.getLogger("cupaged").warning("%s: computing in plain NumPy, which is very slow", error)
         return ReferenceBackend()
-
-    if announce is not None and not cpu_jit.kernels_are_cached():
-        announce("compiling the CPU kernels, once on this machine (10 to 30 s)")
-    backend = CpuBackend(threads, dtype, kv_dtype)
-    warm_up(backend)
-    return backend

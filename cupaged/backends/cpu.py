@@ -1,4 +1,4 @@
-"""The fast CPU: packed weights, a paged cache and the kernels over both, all compiled by Numba for this processor.
+"""The fast CPU: packed weights, a paged cache and the kernels over both, compiled for this processor.
 
 Every operation is a row of numbers for cpu_program. Called by itself it runs at once; while a forward pass is being
 recorded it is only noted, and the whole table is later run by all threads in one call. Nothing here uses BLAS.
@@ -16,16 +16,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cupaged.backends import cpu_cache, cpu_gemm, cpu_matrix, cpu_paged_attention, cpu_rows, cpu_sampling, sampling
+from cupaged.backends import (
+    cpu_cache,
+    cpu_code,
+    cpu_gemm,
+    cpu_matrix,
+    cpu_paged_attention,
+    cpu_rows,
+    cpu_sampling,
+    sampling,
+)
 from cupaged.backends.base import AttentionBatch, BatchLimits, SamplingBatch
 from cupaged.backends.checks import check_block_pairs, check_within, fill_tokens
 from cupaged.backends.cpu_batch import CpuBatch
-from cupaged.backends.cpu_formats import FORMATS
-from cupaged.backends.cpu_jit import OperationKernel
-from cupaged.backends.cpu_kv_numbers import kind_of
+from cupaged.backends.cpu_code import address
+from cupaged.backends.cpu_cores import usable_cores
+from cupaged.backends.cpu_formats import Format
+from cupaged.backends.cpu_kv_numbers import KvKind, kind_of
 from cupaged.backends.cpu_matrix import PackedMatrix
-from cupaged.backends.cpu_program import KERNEL, Crew, Words, aligned, float_word, operation
-from cupaged.backends.cpu_threads import Team, usable_cores
+from cupaged.backends.cpu_program import KERNEL, Words, aligned, float_word, numbers, operation
+from cupaged.backends.cpu_threads import Crew
 from cupaged.backends.download import Arrived, put
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
@@ -49,6 +59,17 @@ class _Record:
     batches: list[CpuBatch] = field(default_factory=list)
 
 
+def kernels_of(kv_kind: KvKind) -> list[str]:
+    """The operations that every model needs; those that read weights are compiled for the formats that a model has."""
+    plain = [name for name in cpu_code.OPERATIONS if name not in ("embedding", "gemm", "rope_and_cache")]
+    return [*plain, f"rope_and_cache-{kv_kind.index}"]
+
+
+def kernels_over(kind: Format) -> list[str]:
+    """The operations that read weights of a format."""
+    return [f"gemm-{kind.index}", f"embedding-{kind.index}"]
+
+
 class CpuBackend:
     """Implements backends.base.Backend on NumPy arrays.
 
@@ -66,8 +87,8 @@ class CpuBackend:
         self.threads = threads or usable_cores()
         self.dtype = dtype
         self._kv_kind = kind_of(kv_dtype)
-        self._team = Team(self.threads)
-        self._crew = Crew(self._team)
+        cpu_code.compile_missing(kernels_of(self._kv_kind))
+        self._crew = Crew(self.threads)
         self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
         self._counts = sampling.TokenCounts()
         self._record: _Record | None = None
@@ -118,11 +139,10 @@ class CpuBackend:
 
         return run
 
-    def _do(self, kernel: OperationKernel, rows: int, words: Sequence[Any], work: int) -> None:
+    def _do(self, function: int, rows: int, words: Sequence[Any], work: int) -> None:
         """Run or note one operation. Arrays among its words stand for their addresses."""
         record = self._record or _Record()
-        numbers = [word.ctypes.data if isinstance(word, np.ndarray) else word for word in words]
-        table = operation(kernel.address, record.rows, numbers)
+        table = operation(function, record.rows, numbers(words))
         if self._record is not None:
             record.operations.append(table)
             record.arrays += [word for word in words if isinstance(word, np.ndarray)]
@@ -142,16 +162,16 @@ class CpuBackend:
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
-        return cpu_matrix.stacked(self.dtype, parts, bias)
+        return _ready(cpu_matrix.stacked(self.dtype, parts, bias))
 
     def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> PackedMatrix:
-        return cpu_matrix.gate_up(self.dtype, gate, up, bias)
+        return _ready(cpu_matrix.gate_up(self.dtype, gate, up, bias))
 
     def load_vector(self, source: TensorSource) -> F32:
         return cpu_matrix.vector([source])
 
     def load_embedding(self, source: TensorSource, *, tied: bool) -> PackedMatrix:
-        return cpu_matrix.stacked(self.dtype, [source])
+        return _ready(cpu_matrix.stacked(self.dtype, [source]))
 
     def new_kv_cache(self, num_layers: int, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> Any:
         return cpu_cache.new(self._kv_kind, num_layers, num_blocks, num_kv_heads, block_size, head_dim)
@@ -166,7 +186,7 @@ class CpuBackend:
         self._join(batch, len(out))
         _expect(out.shape[1] == table.inputs and table.columns >= batch.limits.vocab_size, "embedding", out)
         words = part.weight, part.weight.strides[0], table.inputs, batch.token_ids, out, _stride(out)
-        self._do(cpu_rows.embedding(part.kind.index), len(out), words, out.size)
+        self._do(address("embedding", part.kind.index), len(out), words, out.size)
 
     def linear(self, x: F32, matrix: PackedMatrix, out: F32) -> None:
         self._products(x, matrix, out, cpu_gemm.PLAIN)
@@ -186,12 +206,12 @@ class CpuBackend:
                 *(x, _stride(x), matrix.inputs, part.weight, part.weight.strides[0], part.columns),
                 *(out[:, first], _stride(out), bias, epilogue),
             )
-            self._do(cpu_gemm.gemm(part.kind.index), len(out), words, len(x) * part.weight.size)
+            self._do(address("gemm", part.kind.index), len(out), words, len(x) * part.weight.size)
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         _expect(x.shape == out.shape and len(weight) == x.shape[1], "rms_norm", x)
         words = x, _stride(x), weight, float_word(eps), x.shape[1], out, _stride(out)
-        self._do(cpu_rows.rms_norm, len(out), words, out.size)
+        self._do(address("rms_norm"), len(out), words, out.size)
 
     def norm_linear(self, x: F32, norm: F32, eps: float, matrix: PackedMatrix, normed: F32, out: F32) -> None:
         self.rms_norm(x, norm, eps, normed)
@@ -204,7 +224,7 @@ class CpuBackend:
     def head_rms_norm(self, qkv: F32, q_weight: F32, k_weight: F32, num_heads: int, num_kv_heads: int, eps: float) -> None:
         _expect(qkv.shape[1] == (num_heads + 2 * num_kv_heads) * len(q_weight) and len(k_weight) == len(q_weight), "head_rms_norm", qkv)
         words = qkv, _stride(qkv), q_weight, k_weight, float_word(eps), len(q_weight), num_heads, num_kv_heads
-        self._do(cpu_rows.head_rms_norm, len(qkv), words, qkv.size)
+        self._do(address("head_rms_norm"), len(qkv), words, qkv.size)
 
     def rope_and_cache(
         self, qkv: F32, cos: F32, sin: F32, batch: CpuBatch, num_heads: int, key_cache: U8, value_cache: U8
@@ -215,7 +235,7 @@ class CpuBackend:
         _expect(qkv.shape[1] == (num_heads + 2 * kv_heads) * head_dim and min(len(cos), len(sin)) >= batch.limits.positions, "rope_and_cache", qkv)
         _stride(qkv)
         words = cpu_cache.rope_and_cache_words(qkv, cos, sin, batch, num_heads, key_cache, value_cache)
-        self._do(cpu_cache.rope_and_cache(self._kv_kind.index), len(qkv), words, qkv.size)
+        self._do(address("rope_and_cache", self._kv_kind.index), len(qkv), words, qkv.size)
 
     def attention(
         self, qkv: F32, key_cache: U8, value_cache: U8, batch: CpuBatch, num_heads: int, scale: float, window: int, out: F32
@@ -229,7 +249,7 @@ class CpuBackend:
         self._crew.reserve(cpu_paged_attention.scratch_bytes(num_heads // kv_heads, head_dim))
         _stride(qkv), _stride(out)
         words = cpu_paged_attention.words(self._kv_kind, qkv, key_cache, value_cache, batch, num_heads, scale, window, out)
-        self._do(cpu_paged_attention.attention, len(out), words, len(out) * 1000)
+        self._do(address("attention"), len(out), words, len(out) * 1000)
 
     def _expect_cache(self, key_cache: U8, value_cache: U8, batch: CpuBatch, head_dim: int) -> None:
         size = cpu_cache.block_bytes(self._kv_kind, batch.limits.block_size, head_dim)
@@ -240,7 +260,7 @@ class CpuBackend:
     def gather_rows(self, x: F32, rows: I32, out: F32) -> None:
         check_within("row", rows, 0, len(x))
         _expect(out.shape == (len(rows), x.shape[1]), "gather_rows", x)
-        self._do(cpu_rows.gather_rows, len(rows), (x, _stride(x), rows, x.shape[1], out, _stride(out)), out.size)
+        self._do(address("gather_rows"), len(rows), (x, _stride(x), rows, x.shape[1], out, _stride(out)), out.size)
 
     # ---- sampling
 
@@ -248,13 +268,13 @@ class CpuBackend:
         self._counts.set_history(row_id, prompt_ids, output_ids)
 
     def sample(self, logits: F32, batch: SamplingBatch, out: I32 | None = None) -> I32:
-        return put(cpu_sampling.sample(logits, batch, self._counts, self._team), out)
+        return put(cpu_sampling.sample(logits, batch, self._counts, self._crew), out)
 
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
-        return cpu_sampling.token_logprobs(logits, token_ids, k, self._team)
+        return cpu_sampling.token_logprobs(logits, token_ids, k, self._crew)
 
     def beam_candidates(self, logits: F32, k: int) -> tuple[I32, F32]:
-        return cpu_sampling.beam_candidates(logits, k, self._team)
+        return cpu_sampling.beam_candidates(logits, k, self._crew)
 
     # ---- cache maintenance
 
@@ -269,12 +289,19 @@ class CpuBackend:
             cpu_cache.copy_blocks(source_cache, target_cache, pairs)
 
 
+def _ready(matrix: PackedMatrix) -> PackedMatrix:
+    """Its kernels are there, too."""
+    for part in matrix.parts:
+        cpu_code.compile_missing(kernels_over(part.kind))
+    return matrix
+
+
 def _look_ahead(table: Words) -> None:
     """Tell every product what the attention after it, if there is one, will read."""
-    products = [cpu_gemm.gemm(i).address for i in range(len(FORMATS)) if "address" in vars(cpu_gemm.gemm(i))]
+    products = cpu_code.loaded("gemm")
     ahead = None
     for row in table[::-1]:
-        if row[KERNEL] == cpu_paged_attention.attention.address:
+        if row[KERNEL] == address("attention"):
             ahead = cpu_paged_attention.ahead(row)
         elif ahead is not None and row[KERNEL] in products:
             row[cpu_gemm.AHEAD : cpu_gemm.AHEAD + len(ahead)] = ahead

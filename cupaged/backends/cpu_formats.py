@@ -41,6 +41,9 @@ from cupaged.tensor_source import TensorSource
 GROUP = 16
 """Columns that lie side by side."""
 
+TILE_COLUMNS = 2 * GROUP
+"""Columns that are computed together."""
+
 BLOCK = 32
 """k of a quantised block."""
 

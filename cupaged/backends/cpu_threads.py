@@ -1,156 +1,111 @@
-"""Team: a few threads that run one kernel together, each its own part. Leader: one that no interrupt reaches.
+"""Crew: a few threads that run programs together (cpu_program.py), the caller being the first of them.
 
-A kernel is called as kernel(part, parts, *arguments) and does the rows or tasks part, part + parts, ... of its work.
-The calling thread is the first member. Handing over and waiting costs about 15 us, so the caller runs small work alone.
+Between two programs the others sleep in native code, and the call that wakes them works, too, and returns when all have done
+the last operation. No Python runs meanwhile in any of them, so an interrupt (Ctrl-C) cannot keep one from the barrier where
+the others wait; it is raised when the call has returned.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-import queue
+import sys
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-Kernel = Callable[..., Any]
+import numpy as np
+import numpy.typing as npt
+
+from cupaged.backends import cpu_code
+from cupaged.backends.cpu_program import COUNT, LINE, PART, PARTS, SCRATCH, SYNC, TABLE, Words, aligned
+
+ARRIVED, GENERATION, NEXT_TASK = 0, LINE, 2 * LINE
+"""The barrier: how many are there, and how often it was passed; and the counter of tasks. Places in bytes in the shared memory."""
+
+CALLS, CALL_TABLE, CALL_COUNT, CALL_STOPS = (3 * LINE + 8 * i for i in range(4))
+"""How many programs were started, the last one's table and number of operations, and whether the threads shall end instead."""
+
+LOCK, UNLOCK, WAIT, WAKE_ALL, YIELD = (4 * LINE + 8 * i for i in range(5))
+"""The addresses of the system's functions."""
+
+MUTEX, CONDITION, SYNC_BYTES = 5 * LINE, 7 * LINE, 9 * LINE
+
+_PAGE = 4096
 
 
-class _Run:
-    """One call of a kernel by the whole team: who has finished, and with what error."""
-
-    __slots__ = ("arguments", "errors", "finished", "kernel", "wake")
-
-    def __init__(self, kernel: Kernel, arguments: tuple[Any, ...], size: int) -> None:
-        self.kernel = kernel
-        self.arguments = arguments
-        self.finished = [False] * size
-        self.errors: list[BaseException] = []
-        self.wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def do(self, part: int) -> None:
-        try:
-            self.kernel(part, len(self.finished), *self.arguments)
-        except BaseException as error:  # raised in the calling thread
-            self.errors.append(error)
-        self.finished[part] = True
-        self.wake.put(None)
-
-
-_Inbox = queue.SimpleQueue[_Run | None]
-
-
-class Team:
+class Crew:
     """`size` threads, the caller included. One caller at a time; the threads end with the object."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._inboxes: list[_Inbox] = [queue.SimpleQueue() for _ in range(size - 1)]
-        for part, inbox in enumerate(self._inboxes, start=1):
-            threading.Thread(target=_work, args=(part, inbox), name="cupaged-kernel", daemon=True).start()
-        weakref.finalize(self, _stop, self._inboxes)
+        self._run, self._lead = cpu_code.function("run"), cpu_code.function("lead")
+        self._call = np.zeros(2, np.int64)
+        self._scratch: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._start(1 << 20)
 
-    def run(self, kernel: Kernel, *arguments: Any) -> None:
-        """Run all parts; returns when every one is done, an interrupt (Ctrl-C) notwithstanding: it is raised then.
+    def _start(self, scratch: int) -> None:
+        """Begin with new threads."""
+        self._process = os.getpid()
+        sync = _new_sync()
+        self._members = np.zeros((self.size, 8), np.int64)
+        self._members[:, PART] = range(self.size)
+        self._members[:, PARTS] = self.size
+        self._members[:, SYNC] = sync.ctypes.data
+        self._alone = self._members[0].copy()
+        self._alone[PARTS] = 1
+        self._share_scratch(scratch)
+        serve = cpu_code.function("serve")
+        for part in range(1, self.size):
+            arguments = serve, self._members, sync, part
+            threading.Thread(target=_serve, args=arguments, name="cupaged-kernel", daemon=True).start()
+        weakref.finalize(self, _dismiss, self._members, sync, self._process)
 
-        Raises what a part raised.
-        """
-        run = _Run(kernel, arguments, self.size)
-        for inbox in self._inboxes:
-            inbox.put(run)
-        run.do(0)
-        while not all(run.finished):
-            try:
-                run.wake.get()
-            except KeyboardInterrupt as interrupt:
-                run.errors.append(interrupt)
-        if run.errors:
-            raise run.errors[0]
+    def reserve(self, scratch: int) -> None:
+        """Give every member at least so many bytes of scratch memory."""
+        if scratch * self.size > self._scratch.size:
+            self._share_scratch(scratch)
 
+    def _share_scratch(self, scratch: int) -> None:
+        share = -(-scratch // _PAGE) * _PAGE
+        self._scratch = aligned((self.size * share,), np.uint8)
+        self._members[:, SCRATCH] = self._scratch.ctypes.data + share * np.arange(self.size)
+        self._alone[SCRATCH] = self._scratch.ctypes.data
 
-def _work(part: int, inbox: _Inbox) -> None:
-    while (run := inbox.get()) is not None:
-        run.do(part)
-        del run  # an idle thread keeps no arrays alive
-
-
-def _stop(inboxes: list[_Inbox]) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
-
-
-class Leader:
-    """A thread of its own that carries out calls which an interrupt (Ctrl-C) must not tear.
-
-    Python raises an interrupt in the main thread, between any two steps of its code. Members of a team who meet at a
-    barrier would wait for ever for one who was interrupted on the way there; so the first member is this thread.
-    """
-
-    def __init__(self) -> None:
-        self._inbox: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        threading.Thread(target=_carry_out, args=(self._inbox,), name="cupaged-leader", daemon=True).start()
-        weakref.finalize(self, self._inbox.put, None)
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call and wait. Raises what the function raised, or an interrupt, once the function has ended."""
-        call = _Call(function, arguments)
-        try:
-            self._inbox.put(call)
-            call.ended.get()
-        except BaseException:
-            self._let_end()
-            raise
-        if call.error is not None:
-            raise call.error
-
-    def _let_end(self) -> None:
-        """Wait for what has been handed over: calls are carried out in order, so for an empty one."""
-        while True:
-            try:
-                last = _Call(lambda: None, ())
-                self._inbox.put(last)
-                last.ended.get()
-                return
-            except KeyboardInterrupt:  # one is on its way already
-                continue
+    def run(self, table: Words, *, alone: bool = False) -> None:
+        """Run all operations of a table, in order; `alone`: by the calling thread, for work too small to share."""
+        if self._process != os.getpid():  # a copy of the process that had the threads
+            self._start(self._scratch.size // self.size)
+        self._call[TABLE], self._call[COUNT] = table.ctypes.data, len(table)
+        if alone or self.size == 1:
+            self._run(self._alone.ctypes.data, self._call.ctypes.data)
+        else:
+            self._lead(self._members.ctypes.data, self._call.ctypes.data)
 
 
-class _Call:
-    """A call to carry out, and how it ended."""
-
-    __slots__ = ("arguments", "ended", "error", "function")
-
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.error: BaseException | None = None
-
-    def do(self) -> None:
-        try:
-            self.function(*self.arguments)
-        except BaseException as error:  # raised in the calling thread
-            self.error = error
-        self.ended.put(None)
+def _serve(serve: cpu_code.Function, members: Words, sync: Any, part: int) -> None:
+    """What a thread does till it is dismissed; the arrays live as long."""
+    serve(members[part].ctypes.data, 0)
 
 
-def _carry_out(inbox: queue.SimpleQueue[_Call | None]) -> None:
-    while (call := inbox.get()) is not None:
-        call.do()
-        del call  # an idle thread keeps no arrays alive
+def _dismiss(members: Words, sync: Any, process: int) -> None:
+    if process == os.getpid():
+        cpu_code.function("dismiss")(members.ctypes.data, 0)
 
 
-def usable_cores() -> int:
-    """The cores this process may use: its affinity, and under a Linux container's quota no more than that."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not Linux
-        cores = os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, -(-int(quota) // int(period))))
-    except (OSError, ValueError):  # no cgroup v2 here
-        pass
-    return cores
+def _new_sync() -> npt.NDArray[np.uint8]:
+    """The memory that members share."""
+    sync = aligned((SYNC_BYTES,), np.uint8)
+    sync[:] = 0
+    system: Any
+    if sys.platform == "win32":  # a lock and a condition there are zeros when they are new
+        system = ctypes.windll.kernel32
+        names = "AcquireSRWLockExclusive", "ReleaseSRWLockExclusive", "SleepConditionVariableSRW", "WakeAllConditionVariable", "SwitchToThread"
+    else:
+        system = ctypes.CDLL(None)
+        names = "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast", "sched_yield"
+        system.pthread_mutex_init(ctypes.c_void_p(sync.ctypes.data + MUTEX), None)
+        system.pthread_cond_init(ctypes.c_void_p(sync.ctypes.data + CONDITION), None)
+    functions = [ctypes.cast(getattr(system, name), ctypes.c_void_p).value or 0 for name in names]
+    sync[LOCK : LOCK + 8 * len(names)].view(np.int64)[:] = functions
+    return sync

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cupaged.backends.cpu_ir import (
+from cupaged.backends.cpu_kernels.ir import (
     F32,
     GROUP,
     I64,
@@ -37,7 +37,6 @@ _VECTORS = 4 if LANES == 4 and REGISTERS == 32 else 2
 TILE_ROWS = 12 if LANES == 16 else 6
 """Rows of the largest tile: its sums, one row of the panel and one number of x fill the registers."""
 
-TILE_COLUMNS = 2 * GROUP
 _UNROLL = 4
 
 _LINE = 64

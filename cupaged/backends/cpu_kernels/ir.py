@@ -21,6 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from cupaged.backends.cpu_code import REGISTERS_WANTED
 from cupaged.backends.cpu_formats import GROUP as GROUP
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -28,18 +29,21 @@ F16, F32 = ir.HalfType(), ir.FloatType()
 Builder = Any
 Value = Any
 
-def _lanes() -> int:
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "x86", "i386", "i686")
+
+
+def _registers() -> tuple[int, int]:
+    if REGISTERS_WANTED:
+        lanes, number = REGISTERS_WANTED.split(",")
+        return int(lanes), int(number)
     features = llvmlite.binding.get_host_cpu_features()
     if features.get("avx512f"):
-        return 16
-    return 8 if features.get("avx2") and features.get("fma") else 4
+        return 16, 32
+    return 8 if features.get("avx2") and features.get("fma") else 4, 16 if IS_X86 else 32
 
 
-LANES = _lanes()
-"""float32 numbers in a vector register of this processor."""
-
-IS_X86 = platform.machine().lower() in ("x86_64", "amd64", "x86", "i386", "i686")
-REGISTERS = 32 if LANES == 16 or not IS_X86 else 16
+LANES, REGISTERS = _registers()
+"""float32 numbers in a vector register of this processor, and how many registers there are."""
 
 
 def emitter(literals: int = 0, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
@@ -221,6 +225,7 @@ def _pointer(kind: Any) -> Any:
 
 pointer_to_float32 = _pointer(types.float32)
 """An address as a pointer, for numba.carray."""
+pointer_to_float64 = _pointer(types.float64)
 pointer_to_int32 = _pointer(types.int32)
 pointer_to_int64 = _pointer(types.int64)
 pointer_to_uint8 = _pointer(types.uint8)

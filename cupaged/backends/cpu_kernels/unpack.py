@@ -19,7 +19,7 @@ from functools import partial
 import llvmlite.binding
 
 from cupaged.backends.cpu_formats import BLOCK, FLOAT16, FLOAT32, FORMATS, Format
-from cupaged.backends.cpu_ir import (
+from cupaged.backends.cpu_kernels.ir import (
     F16,
     F32,
     GROUP,
@@ -44,7 +44,7 @@ from cupaged.backends.cpu_ir import (
     switch,
     vector,
 )
-from cupaged.backends.cpu_tile import sums_at
+from cupaged.backends.cpu_kernels.tile import sums_at
 
 MAX_ROWS = 12 if REGISTERS == 32 else 4
 """Most rows of dot_rows: beyond them unpacking once into a panel is faster."""

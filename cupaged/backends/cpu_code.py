@@ -1,0 +1,229 @@
+"""The CPU kernels as machine code: a file for each operation, mapped when it is first asked for, compiled when it is missing.
+
+Compiling takes Numba and LLVM, which are a hundred megabytes in memory and a third of a second to import. So other processes do
+it (cpu_kernels/compiler.py), several at once, and what they leave is enough to compute: the engine imports neither.
+
+The files lie in the user's cache, in a folder whose name is a hash of everything that decides their content: the sources, the
+versions of Numba and LLVM, and the processor. Where no folder can be written they are compiled for this process alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import importlib.metadata
+import logging
+import mmap
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupaged.backends.cpu_cores import usable_cores
+from cupaged.errors import BackendError, ConfigError
+from cupaged.folders import cache_dir
+
+OPERATIONS = {
+    "attention": "attention", "gemm": "gemm",
+    "embedding": "rows", "gather_rows": "rows", "head_rms_norm": "rows", "rms_norm": "rows", "rope_and_cache": "cache",
+    "adjust_rows": "sampling", "greedy_rows": "sampling", "logprob_rows": "sampling", "sample_rows": "sampling",
+    "take_step": "batch",
+    "dismiss": "program", "lead": "program", "run": "program", "serve": "program",
+}  # fmt: skip
+"""All operations, those that take longest to compile first, and the modules of cpu_kernels that hold their sources."""
+
+ENTRY = "operation"
+"""The function of a file: void(int64 member, int64 operation)."""
+
+MAGIC, HEADER, HEADER_BYTES = b"cupaged1", struct.Struct("<8sq"), 64
+"""How an image begins; the number is the place of its function."""
+
+MAPS_IMAGES = sys.platform == "linux" and platform.machine() == "x86_64"
+"""Elsewhere LLVM loads objects, which takes its memory."""
+
+REGISTERS_WANTED = os.environ.get("CUPAGED_CPU_REGISTERS", "")
+"""Compile for registers of so many float32 numbers, and for so many of them ("4,32"), instead of for this processor's own."""
+
+Function = Callable[[int, int], None]
+
+_OWN = "cupaged-kernels-"
+"""How the name of a folder begins that is this process's own."""
+
+_loaded: dict[str, int] = {}
+
+
+def code_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.{'code' if MAPS_IMAGES else 'o'}"
+
+
+def address(operation: str, number: int | None = None) -> int:
+    """Where an operation's function is in memory; `number` where it comes in several. Raises what `compile_missing` raises."""
+    name = operation if number is None else f"{operation}-{number}"
+    if name not in _loaded:
+        compile_missing([name])
+        _loaded[name] = (map_image if MAPS_IMAGES else load_object)(code_file(folder(), name))
+    return _loaded[name]
+
+
+def loaded(operation: str) -> list[int]:
+    """The functions of an operation that were asked for, whatever their number."""
+    return [at for name, at in _loaded.items() if name.partition("-")[0] == operation]
+
+
+def function(operation: str) -> Function:
+    """An operation to be called from Python. It runs without the GIL, and no interrupt reaches it."""
+    made: Function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(address(operation))
+    return made
+
+
+# ---- files
+
+
+@cache
+def folder() -> Path:
+    """Where compiled kernels lie. Raises BackendError without Numba."""
+    try:
+        place = cache_dir() / f"kernels-{_fingerprint()}"
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except (OSError, ConfigError) as error:  # ConfigError: this user has no home
+        advice = "every start compiles them again; set CUPAGED_CACHE to a folder that can be written"
+        logging.getLogger("cupaged").warning("compiled CPU kernels cannot be kept (%s): %s", error, advice)
+        own = Path(tempfile.mkdtemp(prefix=_OWN))
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        return own
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether what is compiled there outlives this process."""
+    return not folder.name.startswith(_OWN)
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256()
+    here = Path(__file__).parent
+    for source in sorted([*here.glob("cpu_*.py"), *here.glob("cpu_kernels/*.py")]):
+        digest.update(source.read_bytes())
+    digest.update(repr((_compiler_versions(), sys.version, _processor(), REGISTERS_WANTED)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _compiler_versions() -> tuple[str, str]:
+    try:
+        return importlib.metadata.version("numba"), importlib.metadata.version("llvmlite")
+    except importlib.metadata.PackageNotFoundError as error:  # Numba is not there for every platform and Python
+        raise BackendError(f"there are no CPU kernels without Numba: no package {error.name or error}") from None
+
+
+def _processor() -> str:
+    """What this processor is and can do."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            first = file.read().partition("\n\n")[0]
+    except OSError:  # not Linux
+        return " ".join((platform.machine(), platform.processor()))
+    kept = "vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features"
+    return "\n".join(line for line in first.splitlines() if line.partition(":")[0].strip() in kept)
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    return [name for name in names if not code_file(folder(), name).exists()]
+
+
+# ---- compiling
+
+_compiling = threading.Lock()
+
+_WORKER = "import sys; sys.path[:] = {path!r}; from cupaged.backends.cpu_kernels import compiler; compiler.main(sys.argv[1:])"
+
+
+def compile_missing(names: Sequence[str]) -> int:
+    """Compile the operations that have no file yet, in as many processes as there are cores; returns how many they were.
+
+    Raises BackendError with the reason if they cannot be compiled.
+    """
+    with _compiling:
+        wanted = sorted(missing(names), key=lambda name: list(OPERATIONS).index(name.partition("-")[0]))
+        if not wanted:
+            return 0
+        size = min(len(wanted), usable_cores())
+        workers = [_worker(wanted[first::size]) for first in range(size)]
+        try:
+            reports = [(worker.communicate()[1], worker.returncode) for worker in workers]
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+    for report, status in reports:
+        if status:
+            reason = (report.splitlines() or [f"the compiler ended with {status}"])[-1]
+            raise BackendError(f"the CPU kernels cannot be compiled: {reason}")
+    return len(wanted)
+
+
+def _worker(names: Sequence[str]) -> subprocess.Popen[str]:
+    if not sys.executable:
+        raise BackendError("the CPU kernels cannot be compiled: this Python does not know its own program")
+    code = _WORKER.format(path=[os.path.abspath(path) for path in sys.path])
+    command = [sys.executable, "-c", code, str(folder()), *names]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+
+
+# ---- loading
+
+_kept: list[Any] = []
+"""What stays in memory as long as this process."""
+
+
+def map_image(path: Path) -> int:
+    """Map an image, whose pages all processes share, and return where its function is. Raises BackendError."""
+    with open(path, "rb") as file:
+        size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+        magic, entry = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0)
+        if magic != MAGIC or entry >= size:
+            raise BackendError(f"{path} holds no CPU kernel: delete it")
+        image = np.frombuffer(_executable(file.fileno(), path), np.uint8)
+    _kept.append(image)
+    return int(image.ctypes.data) + int(entry)
+
+
+def _executable(handle: int, path: Path) -> mmap.mmap:
+    readable, private = mmap.PROT_READ | mmap.PROT_EXEC, mmap.MAP_PRIVATE
+    try:
+        return mmap.mmap(handle, 0, flags=private, prot=readable)
+    except OSError:  # nothing may be run from that file system: from memory of our own, perhaps
+        code = path.read_bytes()
+    try:
+        copy = mmap.mmap(-1, len(code), flags=private | mmap.MAP_ANONYMOUS, prot=readable | mmap.PROT_WRITE)
+    except OSError as error:
+        raise BackendError(
+            f"this system runs no code from {path.parent} ({error}): set CUPAGED_CACHE to a folder from which it does"
+        ) from None
+    copy[:] = code
+    return copy
+
+
+def load_object(path: Path) -> int:
+    """Let LLVM load a relocatable object, and return where its function is."""
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_path(str(path)))
+    engine.finalize_object()
+    _kept.append(engine)
+    return int(engine.get_function_address(ENTRY))

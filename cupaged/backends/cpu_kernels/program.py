@@ -1,0 +1,139 @@
+"""How a team runs programs: the walk over a table, the barrier between its operations, and how its threads are woken."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+
+from cupaged.backends.cpu_kernels.ir import (
+    I32,
+    I64,
+    Builder,
+    Value,
+    atomic_add,
+    atomic_load,
+    atomic_store,
+    call_kernel,
+    emitter,
+    set_word,
+    spin_hint,
+    word,
+)
+from cupaged.backends.cpu_kernels.jit import kernel, operation_kernel
+from cupaged.backends.cpu_program import COUNT, KERNEL, PARTS, SYNC, TABLE, WORDS
+from cupaged.backends.cpu_threads import (
+    ARRIVED,
+    CALL_COUNT,
+    CALL_STOPS,
+    CALL_TABLE,
+    CALLS,
+    CONDITION,
+    GENERATION,
+    LOCK,
+    MUTEX,
+    NEXT_TASK,
+    UNLOCK,
+    WAIT,
+    WAKE_ALL,
+    YIELD,
+)
+
+_PATIENCE = 2000
+"""Looks at the barrier before a member offers its core to others; about 20 us."""
+
+_FOR_EVER, _PLAIN = -1, 0
+"""What Windows' function wants to know beside the condition and the lock. POSIX' takes two arguments and ignores others."""
+
+
+@emitter(returns=types.int64)
+def _call_system(b: Builder, function: Value, first: Value, second: Value) -> Value:
+    """Call a function of the system, by its address."""
+    kind = ir.FunctionType(I32, [I64, I64, I32, I32])
+    return b.zext(b.call(b.inttoptr(function, kind.as_pointer()), [first, second, I32(_FOR_EVER), I32(_PLAIN)]), I64)
+
+
+@kernel
+def take_task(team: int) -> int:
+    """The next task of the operation that the team is at: 0, 1, ..."""
+    return atomic_add(word(team, SYNC) + NEXT_TASK, 1)
+
+
+@kernel
+def _wait_for_all(team: int) -> None:
+    sync, parts = word(team, SYNC), word(team, PARTS)
+    generation = atomic_load(sync + GENERATION)
+    if atomic_add(sync + ARRIVED, 1) == parts - 1:
+        atomic_store(sync + ARRIVED, 0)
+        atomic_store(sync + NEXT_TASK, 0)
+        atomic_add(sync + GENERATION, 1)
+        return
+    looks = 0
+    while atomic_load(sync + GENERATION) == generation:
+        spin_hint()
+        looks += 1
+        if looks > _PATIENCE:
+            _call_system(word(sync + YIELD, 0), 0, 0)
+
+
+@kernel
+def _run_table(team: int, table: int, count: int) -> None:
+    for i in range(count):
+        operation = table + 8 * WORDS * i
+        call_kernel(word(operation, KERNEL), team, operation)
+        _wait_for_all(team)
+
+
+@kernel
+def _lock(sync: int) -> None:
+    _call_system(word(sync + LOCK, 0), sync + MUTEX, 0)
+
+
+@kernel
+def _unlock(sync: int) -> None:
+    _call_system(word(sync + UNLOCK, 0), sync + MUTEX, 0)
+
+
+@kernel
+def _wake(sync: int, table: int, count: int, stops: int) -> None:
+    _lock(sync)
+    set_word(sync + CALL_TABLE, 0, table)
+    set_word(sync + CALL_COUNT, 0, count)
+    set_word(sync + CALL_STOPS, 0, stops)
+    atomic_add(sync + CALLS, 1)
+    _call_system(word(sync + WAKE_ALL, 0), sync + CONDITION, 0)
+    _unlock(sync)
+
+
+@operation_kernel
+def run(team: int, call: int) -> None:
+    """Run a table by a member that is alone."""
+    _run_table(team, word(call, TABLE), word(call, COUNT))
+
+
+@operation_kernel
+def lead(team: int, call: int) -> None:
+    """Wake the others and run a table with them."""
+    _wake(word(team, SYNC), word(call, TABLE), word(call, COUNT), 0)
+    _run_table(team, word(call, TABLE), word(call, COUNT))
+
+
+@operation_kernel
+def serve(team: int, call: int) -> None:
+    """Run whatever the team is woken for, till it is dismissed. Nobody misses a call: each ends at a barrier of all."""
+    sync, seen = word(team, SYNC), 0
+    while True:
+        _lock(sync)
+        while atomic_load(sync + CALLS) == seen:
+            _call_system(word(sync + WAIT, 0), sync + CONDITION, sync + MUTEX)
+        table, count, stops = word(sync + CALL_TABLE, 0), word(sync + CALL_COUNT, 0), word(sync + CALL_STOPS, 0)
+        _unlock(sync)
+        seen += 1
+        if stops:
+            return
+        _run_table(team, table, count)
+
+
+@operation_kernel
+def dismiss(team: int, call: int) -> None:
+    """Let the threads of a team end."""
+    _wake(word(team, SYNC), 0, 0, 1)

@@ -1,0 +1,356 @@
+"""The kernels that choose tokens (cpu_sampling.py).
+
+The filters need no sort. Read as integers, floats keep their order once the lower bits of negative ones are flipped; so
+the floor of top_k or top_p is found by three histograms over 11, 11 and 10 bits of that key, each inside the bin where
+the one before found the target. The rest is plain loops over a row that the compiler turns into vector code: hence
+the integer comparisons (a maximum of floats does not vectorise, because of NaN) and the exponential written out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from cupaged.backends.cpu_kernels.ir import (
+    F32,
+    I32,
+    Builder,
+    Value,
+    emitter,
+    pointer_to_float32,
+    pointer_to_float64,
+    pointer_to_int32,
+    pointer_to_uint8,
+    word,
+)  # fmt: skip
+from cupaged.backends.cpu_kernels.jit import exact_kernel, kernel, operation_kernel
+from cupaged.backends.cpu_kernels.program import take_task
+from cupaged.backends.cpu_program import ROWS, SCRATCH
+from cupaged.backends.cpu_sampling import (
+    BEST,
+    BIAS_IDS,
+    BIAS_START,
+    BIAS_VALUES,
+    BINS,
+    FREQUENCY,
+    IN_PROMPT,
+    LOGITS,
+    MIN_P,
+    OUTPUTS,
+    PENALISED,
+    PRESENCE,
+    RANKS,
+    REPETITION,
+    ROW_IDS,
+    SAMPLED,
+    TEMPERATURE,
+    TOKEN_IDS,
+    TOKENS,
+    TOP_IDS,
+    TOP_K,
+    TOP_LOGITS,
+    TOP_P,
+    TOTALS,
+    UNIFORMS,
+    VOCAB,
+    K,
+)  # fmt: skip
+
+CHUNK = 1024
+"""Logits that are looked at together: they stay in the first-level cache."""
+
+NEGLIGIBLE = -64.0
+"""exp of less than this is taken as 0: a whole vocabulary of such weights vanishes beside the best token's 1."""
+
+
+@kernel
+def _float32s(table: int, index: int, count: int) -> Any:
+    return carray(pointer_to_float32(word(table, index)), count)
+
+
+@kernel
+def _int32s(table: int, index: int, count: int) -> Any:
+    return carray(pointer_to_int32(word(table, index)), count)
+
+
+@kernel
+def _float64s(address: int, count: int) -> Any:
+    return carray(pointer_to_float64(address), count)
+
+
+@kernel
+def _row(operation: int, r: int) -> Any:
+    """A row's logits, and their bits."""
+    vocab = word(operation, VOCAB)
+    address = word(operation, LOGITS) + 4 * r * vocab
+    return carray(pointer_to_float32(address), vocab), carray(pointer_to_int32(address), vocab)
+
+
+# ---- the operations
+
+
+@operation_kernel
+def greedy_rows(team: int, operation: int) -> None:
+    rows = word(word(operation, ROWS), 0)
+    tokens = _int32s(operation, TOKENS, rows)
+    while True:
+        r = take_task(team)
+        if r >= rows:
+            return
+        row, bits = _row(operation, r)
+        tokens[r] = _best(row, bits)
+
+
+@operation_kernel
+def sample_rows(team: int, operation: int) -> None:
+    rows, vocab = word(word(operation, ROWS), 0), word(operation, VOCAB)
+    temperature, min_p, top_p = _float32s(operation, TEMPERATURE, rows), _float32s(operation, MIN_P, rows), _float32s(operation, TOP_P, rows)
+    top_k, uniforms, tokens = _int32s(operation, TOP_K, rows), _float64s(word(operation, UNIFORMS), rows), _int32s(operation, SAMPLED, rows)
+    scratch = word(team, SCRATCH)
+    weights, ones, above = _float64s(scratch, vocab), _float64s(scratch + 8 * vocab, vocab), _float64s(scratch + 16 * vocab, BINS)
+    while True:
+        r = take_task(team)
+        if r >= rows:
+            return
+        row, bits = _row(operation, r)
+        best = _best(row, bits)
+        if best >= 0 and temperature[r] > 0:
+            best = _sample_row(row, bits, best, temperature[r], min_p[r], top_k[r], top_p[r], uniforms[r], weights, ones, above)
+        tokens[r] = best
+
+
+@operation_kernel
+def adjust_rows(team: int, operation: int) -> None:
+    rows, vocab = word(word(operation, ROWS), 0), word(operation, VOCAB)
+    bias_start, row_ids = _int32s(operation, BIAS_START, rows + 1), _int32s(operation, ROW_IDS, rows)
+    bias_ids, bias_values = _int32s(operation, BIAS_IDS, bias_start[rows]), _float32s(operation, BIAS_VALUES, bias_start[rows])
+    penalised = carray(pointer_to_uint8(word(operation, PENALISED)), rows)
+    repetition, presence, frequency = _float32s(operation, REPETITION, rows), _float32s(operation, PRESENCE, rows), _float32s(operation, FREQUENCY, rows)
+    while True:
+        r = take_task(team)
+        if r >= rows:
+            return
+        row, _ = _row(operation, r)
+        for i in range(bias_start[r], bias_start[r + 1]):
+            row[bias_ids[i]] += bias_values[i]
+        if penalised[r]:
+            place = row_ids[r] * vocab
+            count = carray(pointer_to_int32(word(operation, OUTPUTS) + 4 * place), vocab)
+            in_prompt = carray(pointer_to_uint8(word(operation, IN_PROMPT) + place), vocab)
+            _penalise(row, count, in_prompt, np.float64(repetition[r]), np.float64(presence[r]), np.float64(frequency[r]))
+
+
+@operation_kernel
+def logprob_rows(team: int, operation: int) -> None:
+    """A token's rank, the largest logits, and what a logarithm is taken of: the sum of exp(logit - best)."""
+    rows, k = word(word(operation, ROWS), 0), word(operation, K)
+    token_ids, best, ranks = _int32s(operation, TOKEN_IDS, rows), _int32s(operation, BEST, rows), _int32s(operation, RANKS, rows)
+    totals = _float64s(word(operation, TOTALS), rows)
+    while True:
+        r = take_task(team)
+        if r >= rows:
+            return
+        row, bits = _row(operation, r)
+        best[r] = _best(row, bits)
+        if best[r] >= 0:
+            totals[r] = _total(row, row[best[r]])
+            ranks[r] = 1 + _count_above(row, row[token_ids[r]])
+            ids = carray(pointer_to_int32(word(operation, TOP_IDS) + 4 * r * k), k)
+            _top(row, bits, ids, carray(pointer_to_float32(word(operation, TOP_LOGITS) + 4 * r * k), k))
+
+
+# ---- one row
+
+
+@exact_kernel
+def _sample_row(
+    row: Any, bits: Any, best: int, temperature: np.float32, min_p: np.float32, top_k: np.int32, top_p: np.float32, u: float, weights: Any, ones: Any, above: Any
+) -> int:
+    total = _fill_weights(row, row[best], 1.0 / np.float64(temperature), min_p, weights)
+    if 0 < top_k < len(row):
+        for i in range(len(row)):
+            ones[i] = 1.0
+        total = _drop_below(_floor(bits, ones, np.float64(top_k), above), row, weights)
+    if top_p < 1:
+        total = _drop_below(_floor(bits, weights, top_p * total, above), row, weights)
+    return _draw(weights, u * total)
+
+
+@exact_kernel
+def _penalise(row: Any, count: Any, in_prompt: Any, repetition: float, presence: float, frequency: float) -> None:
+    for i in range(len(row)):
+        logit = np.float64(row[i])
+        if in_prompt[i] or count[i] > 0:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        row[i] = logit - frequency * count[i] - presence * (count[i] > 0)
+
+
+@exact_kernel
+def _key(bits: np.int32) -> np.int32:
+    """float32 bits -> an int32 in the order of the floats; its own inverse."""
+    key: np.int32 = np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return key
+
+
+@exact_kernel
+def _extremes(bits: Any) -> tuple[np.int32, np.int32]:
+    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+    for i in range(len(bits)):
+        key = _key(bits[i])
+        low, high = min(low, key), max(high, key)
+    return low, high
+
+
+@emitter(returns=types.float32)
+def _float_of(b: Builder, bits: Value) -> Value:
+    return b.bitcast(b.trunc(bits, I32), F32)
+
+
+@exact_kernel
+def _as_float(key: np.int32) -> np.float32:
+    value: np.float32 = _float_of(np.int64(_key(key)))
+    return value
+
+
+@exact_kernel
+def _best(row: Any, bits: Any) -> int:
+    """The lowest id of the largest logit; -1 where the row holds NaN or +inf, or nothing but -inf."""
+    largest, where = np.float32(-np.inf), -1
+    for start in range(0, len(row), CHUNK):
+        low, high = _extremes(bits[start : start + CHUNK])
+        if low < np.int32(-0x7F800001) or high >= np.int32(0x7F800000):  # beyond -inf: NaN; at or beyond +inf
+            return -1
+        if _as_float(high) > largest:
+            largest, where = _as_float(high), start
+    if where >= 0:
+        while row[where] != largest:
+            where += 1
+    return where
+
+
+@exact_kernel
+def _floor(bits: Any, mass: Any, target: float, above: Any) -> np.float32:
+    """The largest logit such that the tokens at or above it hold at least `target` of `mass`, and some."""
+    prefix, shift = 0, 32  # of the key counted from the smallest: `prefix` are its bits from `shift` on
+    for width in (11, 11, 10):
+        for i in range(BINS):
+            above[i] = 0.0
+        mask = (1 << width) - 1
+        for i in range(len(bits)):
+            key = np.int64(_key(bits[i])) + 0x80000000
+            if key >> shift == prefix:
+                above[(key >> (shift - width)) & mask] += mass[i]
+        digit = mask
+        while digit > 0 and (above[digit] < target or above[digit] == 0):  # a top_p may round to 0
+            target -= above[digit]
+            digit -= 1
+        prefix, shift = (prefix << width) | digit, shift - width
+    return _as_float(np.int32(prefix - 0x80000000))
+
+
+@exact_kernel
+def _draw(weights: Any, target: float) -> int:
+    """The first token whose cumulative weight exceeds the target."""
+    passed, start = 0.0, 0
+    while start < len(weights):
+        chunk = _sum(weights[start : start + CHUNK])
+        if passed + chunk > target:
+            break
+        passed += chunk
+        start += CHUNK
+    for i in range(start, len(weights)):
+        passed += weights[i]
+        if passed > target:
+            return i
+    return -1
+
+
+@exact_kernel
+def _top(row: Any, bits: Any, ids: Any, values: Any) -> None:
+    """Fill `ids` and `values` [k] with the largest logits, largest first, the lower id first among equals."""
+    size, k = 0, len(ids)
+    for start in range(0, len(row), CHUNK):
+        _, high = _extremes(bits[start : start + CHUNK])
+        if k == 0 or (size == k and _as_float(high) <= values[k - 1]):
+            continue
+        for i in range(start, min(start + CHUNK, len(row))):
+            if size == k and row[i] <= values[k - 1]:
+                continue
+            size = min(size + 1, k)
+            j = size - 1
+            while j > 0 and values[j - 1] < row[i]:
+                ids[j], values[j] = ids[j - 1], values[j - 1]
+                j -= 1
+            ids[j], values[j] = i, row[i]
+
+
+# ---- loops that vectorise
+
+
+@kernel
+def _exp(x: float) -> float:
+    """exp(x) for x <= 0 within 1e-13 of itself, 0 below NEGLIGIBLE: Taylor's series at x / 256, squared eight times."""
+    y = max(x, NEGLIGIBLE) / 256
+    # sum of y^k / k! up to k = 11
+    e = 1 / 362880 + y * (1 / 3628800 + y * (1 / 39916800))
+    e = 1 / 720 + y * (1 / 5040 + y * (1 / 40320 + y * e))
+    e = 1 / 6 + y * (1 / 24 + y * (1 / 120 + y * e))
+    e = 1 + y * (1 + y * (1 / 2 + y * e))
+    e *= e
+    e *= e
+    e *= e
+    e *= e
+    e *= e
+    e *= e
+    e *= e
+    e *= e
+    return e if x >= NEGLIGIBLE else 0.0
+
+
+@kernel
+def _fill_weights(row: Any, best: np.float32, scale: float, min_p: np.float32, weights: Any) -> float:
+    total = 0.0
+    for i in range(len(row)):
+        weight = _exp((np.float64(row[i]) - np.float64(best)) * scale)
+        if weight < min_p:
+            weight = 0.0
+        weights[i] = weight
+        total += weight
+    return total
+
+
+@kernel
+def _drop_below(floor: np.float32, row: Any, weights: Any) -> float:
+    total = 0.0
+    for i in range(len(row)):
+        if row[i] < floor:
+            weights[i] = 0.0
+        total += weights[i]
+    return total
+
+
+@kernel
+def _sum(weights: Any) -> float:
+    total = 0.0
+    for i in range(len(weights)):
+        total += weights[i]
+    return total
+
+
+@kernel
+def _total(row: Any, best: np.float32) -> float:
+    """Sum of exp(logit - best)."""
+    total = 0.0
+    for i in range(len(row)):
+        total += _exp(np.float64(row[i]) - np.float64(best))
+    return total
+
+
+@exact_kernel
+def _count_above(row: Any, value: np.float32) -> int:
+    count = 0
+    for i in range(len(row)):
+        count += row[i] > value
+    return count
