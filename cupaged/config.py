@@ -190,6 +190,7 @@ class EngineConfig:
                             memory, or auto (swap where recomputing would take more than one step)
     swap_space              bytes of host memory for swapping (default 1 GiB where preemption is not recompute)
     threads                 CPU threads; default the cores this process may use
+    pin_threads             keep each of them on a core of its own while it computes, where the system moves them about
     gpu_memory_utilization  share of the GPU's memory that the engine may take, weights and pool together (default 0.9)
     overlap                 plan the next step while the device computes, before the tokens of the one in flight are known: the same
                             tokens, sooner. Default: where the device works by itself (cuda); for emu it is a test
@@ -212,6 +213,7 @@ class EngineConfig:
     preemption: str = "recompute"
     swap_space: int | None = None
     threads: int | None = None
+    pin_threads: bool = False
     gpu_memory_utilization: float = 0.9
     overlap: bool | None = None
     enforce_eager: bool = False
@@ -225,11 +227,13 @@ class EngineConfig:
         for name, known in zip(("dtype", "kv_cache_dtype"), _DEVICE_TYPES[kind], strict=True):
             if getattr(self, name) not in known:
                 raise ConfigError(f"device {self.device} has no {name} {getattr(self, name)}; it has {', '.join(known)}")
-        for name in ("prefix_cache", "enforce_eager", "batch_invariant", "overlap"):
+        for name in ("prefix_cache", "pin_threads", "enforce_eager", "batch_invariant", "overlap"):
             if not isinstance(getattr(self, name), bool) and (name, self.overlap) != ("overlap", None):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.overlap and kind in ("cpu", "reference"):
             raise ConfigError(f"device {self.device} computes in the host's own time, so nothing can overlap with it: leave overlap out, or take cuda")
+        if self.pin_threads and kind not in ("auto", "cpu"):
+            raise ConfigError(f"pin_threads is for the CPU's threads; device {self.device} has none")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {shown(share)}")

@@ -47,7 +47,8 @@ def open_engine(model: str, config: EngineConfig, progress: Progress | None = No
     if config.device_kind != "cuda":
         config = size_pool(config, checkpoint.config, available_memory())
     num_swap_blocks = swap_blocks(config, checkpoint.config)
-    backend = open_backend(config.device, config.threads, announce, dtype=config.dtype, kv_dtype=config.kv_cache_dtype, graphs=not config.enforce_eager)
+    widths = {"dtype": config.dtype, "kv_dtype": config.kv_cache_dtype}
+    backend = open_backend(config.device, config.threads, announce, **widths, pin=config.pin_threads, graphs=not config.enforce_eager)
     if config.batch_invariant and not backend.batch_invariant:
         raise ConfigError(f"batch_invariant: on the {backend.name} backend logits depend on what else is in the batch; use device cpu with Numba installed")
     try:

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cupaged import LLM, SamplingParams
 from cupaged.backends import open_backend
 from cupaged.backends.base import AttentionBatch
 from cupaged.backends.cpu import CpuBackend
 from cupaged.backends.cpu_cores import usable_cores
 from cupaged.backends.cpu_threads import Crew
+from cupaged.config import EngineConfig
 from cupaged.conformance.steps import load_batch
 from cupaged.errors import ConfigError, InvariantError
 from tests.family_models import ROOT as FAMILIES
@@ -237,11 +239,40 @@ if child:
     assert python(code).stdout == "0\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system lets no program choose its cores")
+def test_pinned_threads_have_cores_of_their_own_and_the_caller_is_free_after_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    everywhere = os.sched_getaffinity(0)
+    chosen: list[set[int]] = []
+    choose = os.sched_setaffinity
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: (chosen.append(set(cores)), choose(thread, cores)))
+    crew = Crew(len(everywhere), pin=True)
+    matrix, x, y = CpuBackend(1).load_matrix([Zeros(8, 4)]), np.ones((2, 4), np.float32), np.ones((2, 8), np.float32)
+    backend = CpuBackend(1)
+    backend._crew = crew
+    monkeypatch.setattr("cupaged.backends.cpu.TEAM_WORK", 0)
+    backend.linear(x, matrix, y)
+    assert (y == 0).all()
+    assert os.sched_getaffinity(0) == everywhere
+    pinned = [cores for cores in chosen if len(cores) == 1]
+    assert set.union(*pinned) == (everywhere if len(everywhere) > 1 else set())
+    with pytest.raises(ConfigError, match="take fewer threads"):
+        Crew(len(everywhere) + 1, pin=True)
+
+
+def test_pinning_is_an_option_of_the_cpu() -> None:
+    assert LLM(str(FAMILIES / "llama_tied"), num_blocks=8, threads=1, pin_threads=True).generate([[1, 2]], SamplingParams(max_tokens=2))
+    with pytest.raises(ConfigError, match="device reference has none"):
+        EngineConfig(device="reference", pin_threads=True)
+    with pytest.raises(ConfigError, match="pin_threads must be true or false"):
+        EngineConfig(pin_threads=1)  # type: ignore[arg-type]
+
+
 # ---- the kernels' cache
 
 
 def test_kernels_are_kept(tmp_path: Path) -> None:
     code = """
+from cupaged import LLM, SamplingParams
 from cupaged.backends import open_backend
 said = []
 backend = open_backend("cpu", announce=said.append)

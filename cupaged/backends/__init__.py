@@ -46,19 +46,19 @@ def _try_cuda() -> None:
 
 def open_backend(
     device: str, threads: int | None = None, announce: Callable[[str], None] | None = None, dtype: str = "auto", kv_dtype: str = "auto",
-    *, graphs: bool = True,
+    *, pin: bool = False, graphs: bool = True,
 ) -> Backend:  # fmt: skip
     """The backend of a device: cuda or cuda:1 a GPU, auto and cpu the fast CPU, reference the plain definition, emu the CUDA
     kernels on the SIMT emulator.
 
-    `threads` is for the CPU backend; None: the cores this process may use. `announce` is told, in a line for the user,
+    `threads` and `pin` are for the CPU backend (cpu_threads.Crew); None: the cores this process may use. `announce` is told, in a line for the user,
     of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are an EngineConfig's;
     `graphs`: cuda and emu capture decode steps and replay them. Raises ConfigError for another device, BackendError where
     a GPU cannot be used, or emu finds no C++ compiler.
     """
     kind, _, index = device.partition(":")
     if kind in ("auto", "cpu"):
-        return _open_cpu(threads, announce, dtype, kv_dtype)
+        return _open_cpu(threads, announce, dtype, kv_dtype, pin)
     if kind == "reference":
         from cupaged.backends.reference import ReferenceBackend
 
@@ -86,14 +86,14 @@ def kernel_dtypes(dtype: str, kv_dtype: str) -> tuple[str, str]:
     return weights, {"auto": weights, "fp8": "float8_e4m3fn"}.get(kv_dtype, kv_dtype)
 
 
-def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str) -> Backend:
+def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype: str, kv_dtype: str, pin: bool) -> Backend:
     from cupaged.backends import cpu_code
     from cupaged.backends.cpu import CpuBackend
 
     try:
         if announce is not None and cpu_code.missing(["attention"]):
             announce("compiling the CPU kernels, once on this machine (10 to 30 s)")
-        return CpuBackend(threads, dtype, kv_dtype)
+        return CpuBackend(threads, dtype, kv_dtype, pin=pin)
     except BackendError as error:  # no Numba for this platform and Python, or no right to run what it made
         from cupaged.backends.reference import ReferenceBackend
 

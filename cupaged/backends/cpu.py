@@ -76,6 +76,7 @@ class CpuBackend:
     threads    default: the cores this process may use
     dtype      how weights are kept: auto, float32, float16, bfloat16 or int8 (see cpu_formats.choose)
     kv_dtype   how keys and values are kept: auto (float32), float32, float16, bfloat16 or int8
+    pin        each thread computes on a core of its own
     """
 
     name = "cpu"
@@ -83,12 +84,12 @@ class CpuBackend:
     batch_invariant = True
     asynchronous = False
 
-    def __init__(self, threads: int | None = None, dtype: str = "auto", kv_dtype: str = "auto") -> None:
+    def __init__(self, threads: int | None = None, dtype: str = "auto", kv_dtype: str = "auto", *, pin: bool = False) -> None:
         self.threads = threads or usable_cores()
         self.dtype = dtype
         self._kv_kind = kind_of(kv_dtype)
         cpu_code.compile_missing(kernels_of(self._kv_kind))
-        self._crew = Crew(self.threads)
+        self._crew = Crew(self.threads, pin=pin)
         self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
         self._counts = sampling.TokenCounts()
         self._record: _Record | None = None

@@ -1,8 +1,10 @@
-"""usable_cores: how many threads are worth having."""
+"""The cores that threads compute on: how many are worth having, and which."""
 
 from __future__ import annotations
 
 import os
+
+from cupaged.errors import ConfigError
 
 
 def usable_cores() -> int:
@@ -19,3 +21,14 @@ def usable_cores() -> int:
     except (OSError, ValueError):  # no cgroup v2 here
         pass
     return cores
+
+
+def own_cores(threads: int) -> list[int]:
+    """A core for each thread. Raises ConfigError where a thread cannot be kept on one, or there are too few."""
+    try:
+        cores = sorted(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        raise ConfigError("pin_threads: this system does not let a program choose its cores; leave it out") from None
+    if threads > len(cores):
+        raise ConfigError(f"pin_threads: {threads} threads, but this process may use {len(cores)} cores; take fewer threads")
+    return cores[:threads]

@@ -7,17 +7,20 @@ the others wait; it is raised when the call has returned.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cupaged.backends import cpu_code
+from cupaged.backends.cpu_cores import own_cores
 from cupaged.backends.cpu_program import COUNT, LINE, PART, PARTS, SCRATCH, SYNC, TABLE, Words, aligned
 
 ARRIVED, GENERATION, NEXT_TASK = 0, LINE, 2 * LINE
@@ -35,10 +38,15 @@ _PAGE = 4096
 
 
 class Crew:
-    """`size` threads, the caller included. One caller at a time; the threads end with the object."""
+    """`size` threads, the caller included. One caller at a time; the threads end with the object.
 
-    def __init__(self, size: int) -> None:
+    pin     each computes on a core of its own; the caller is free again after every call. Raises ConfigError where that
+            cannot be.
+    """
+
+    def __init__(self, size: int, *, pin: bool = False) -> None:
         self.size = size
+        self._cores = own_cores(size) if pin else None
         self._run, self._lead = cpu_code.function("run"), cpu_code.function("lead")
         self._call = np.zeros(2, np.int64)
         self._scratch: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -57,7 +65,7 @@ class Crew:
         self._share_scratch(scratch)
         serve = cpu_code.function("serve")
         for part in range(1, self.size):
-            arguments = serve, self._members, sync, part
+            arguments = serve, self._members, sync, part, None if self._cores is None else self._cores[part]
             threading.Thread(target=_serve, args=arguments, name="cupaged-kernel", daemon=True).start()
         weakref.finalize(self, _dismiss, self._members, sync, self._process)
 
@@ -79,12 +87,25 @@ class Crew:
         self._call[TABLE], self._call[COUNT] = table.ctypes.data, len(table)
         if alone or self.size == 1:
             self._run(self._alone.ctypes.data, self._call.ctypes.data)
-        else:
+            return
+        with contextlib.nullcontext() if self._cores is None else _on_core(self._cores[0]):
             self._lead(self._members.ctypes.data, self._call.ctypes.data)
 
 
-def _serve(serve: cpu_code.Function, members: Words, sync: Any, part: int) -> None:
+@contextlib.contextmanager
+def _on_core(core: int) -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _serve(serve: cpu_code.Function, members: Words, sync: Any, part: int, core: int | None) -> None:
     """What a thread does till it is dismissed; the arrays live as long."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
     serve(members[part].ctypes.data, 0)
 
 

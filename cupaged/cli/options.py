@@ -73,6 +73,7 @@ ENGINE_OPTIONS = (
     _option("--preemption", help="When the pool is full: recompute (default), swap to host memory, or auto."),
     _option("--swap-space", type=memory_size, metavar="SIZE", help="Host memory for swapping (default 1GiB)."),
     _option("--threads", type=int, help="CPU threads (default: the cores this process may use)."),
+    _option("--pin-threads/--no-pin-threads", help="Keep each thread on a core of its own while it computes."),
     _option("--gpu-memory-utilization", type=float, help="Share of the GPU's memory for weights and pool (default 0.9)."),
     _option("--overlap/--no-overlap", help="Plan a step while the one before is computed (default on a GPU)."),
     _option("--enforce-eager/--no-enforce-eager", help="GPU, emu: launch a decode step's kernels one by one, not as one graph."),
