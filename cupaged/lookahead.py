@@ -17,8 +17,6 @@ from cupaged.step_plan import ScheduledSequence, StepPlan
 def promise_tokens(plan: StepPlan, live: Mapping[int, Sequence]) -> bool:
     """Promise the tokens that a plan in flight chooses to the sequences that will go on with them; False, and no promise,
     where what comes next depends on what the plan computes."""
-    if len(plan.swap_out):
-        return False  # nobody comes back from host memory before it has got there
     promises = []
     first = 0
     for item in plan.sequences:

@@ -31,5 +31,6 @@ class TensorSource(Protocol):
         """The same rows as they are stored: uint8 [stop - start, bytes of a row], blocks in the order of the values.
 
         Only for a tensor whose rows are whole blocks: every matrix, of which a backend knows the layout by `storage`.
+        It may be a view of the file that cannot be written, at any alignment; it stays valid.
         """
         ...

@@ -20,6 +20,7 @@ from cupaged.checkpoint import GenerationDefaults, open_checkpoint
 from cupaged.checkpoint.codecs import Codec
 from cupaged.checkpoint.gguf_blocks import CODECS
 from cupaged.checkpoint.gguf_header import read_header
+from cupaged.checkpoint.mapped_file import MappedFile
 from cupaged.checkpoint.stored_tensor import PairedRows, StoredTensor
 from cupaged.config import ModelConfig, RopeConfig
 from cupaged.errors import CheckpointError, CupagedError, UnsupportedModelError
@@ -78,7 +79,7 @@ def test_any_range_of_paired_rows_is_that_range_of_the_whole(tmp_path: Path, sta
     rows = np.arange(64 * 3, dtype=np.float32).reshape(64, 3)
     path = tmp_path / "rows"
     path.write_bytes(rows.tobytes())
-    source = PairedRows(StoredTensor("q", (64, 3), path, 0, CODECS["F32"]), 16)
+    source = PairedRows(StoredTensor("q", (64, 3), MappedFile(path), 0, CODECS["F32"]), 16)
     np.testing.assert_array_equal(source.read(start, stop), source.read()[start:stop])
 
 
@@ -88,7 +89,7 @@ def test_paired_rows_turn_neighbouring_rotary_pairs_into_halves(tmp_path: Path) 
     path = tmp_path / "rows"
     rows = rng.standard_normal((2 * dim, 5)).astype(np.float32)
     path.write_bytes(rows.tobytes())
-    ours = PairedRows(StoredTensor("q", rows.shape, path, 0, CODECS["F32"]), dim).read()
+    ours = PairedRows(StoredTensor("q", rows.shape, MappedFile(path), 0, CODECS["F32"]), dim).read()
     angle = rng.standard_normal(dim // 2)[None, :, None]
     even, odd = rows.reshape(2, dim // 2, 2, 5)[:, :, 0], rows.reshape(2, dim // 2, 2, 5)[:, :, 1]
     low, high = ours.reshape(2, 2, dim // 2, 5)[:, 0], ours.reshape(2, 2, dim // 2, 5)[:, 1]
@@ -99,7 +100,7 @@ def test_paired_rows_turn_neighbouring_rotary_pairs_into_halves(tmp_path: Path) 
 def test_a_quantised_vector_reads_by_elements(tmp_path: Path) -> None:
     values = np.random.default_rng(4).standard_normal(64).astype(np.float32)
     (tmp_path / "v").write_bytes(quantize(values, GGMLQuantizationType.Q8_0).tobytes())
-    source = StoredTensor("v", (64,), tmp_path / "v", 0, CODECS["Q8_0"])
+    source = StoredTensor("v", (64,), MappedFile(tmp_path / "v"), 0, CODECS["Q8_0"])
     expected = stored(values, GGMLQuantizationType.Q8_0)
     np.testing.assert_array_equal(source.read(), expected)
     np.testing.assert_array_equal(source.read(5, 40), expected[5:40])
@@ -108,7 +109,7 @@ def test_a_quantised_vector_reads_by_elements(tmp_path: Path) -> None:
 def test_a_tensor_of_many_chunks_is_read_in_full(tmp_path: Path) -> None:
     raw = np.random.default_rng(5).integers(0, 60, (3000, 8 * 18), dtype=np.uint8)  # 768,000 values, several chunks
     (tmp_path / "t").write_bytes(b"skip" + raw.tobytes())
-    source = StoredTensor("t", (3000, 256), tmp_path / "t", 4, CODECS["Q4_0"])
+    source = StoredTensor("t", (3000, 256), MappedFile(tmp_path / "t"), 4, CODECS["Q4_0"])
     np.testing.assert_array_equal(source.read(), dequantize(raw, GGMLQuantizationType.Q4_0))
     np.testing.assert_array_equal(source.read(700, 2900), dequantize(raw[700:2900], GGMLQuantizationType.Q4_0))
 
@@ -117,7 +118,7 @@ def test_decoding_happens_in_small_pieces(tmp_path: Path) -> None:
     seen: list[int] = []
     codec = Codec("F32", 1, 4, lambda raw, out: seen.append(raw.nbytes + out.nbytes))
     (tmp_path / "t").write_bytes(bytes(4 << 20))
-    StoredTensor("t", (1024, 1024), tmp_path / "t", 0, codec).read()
+    StoredTensor("t", (1024, 1024), MappedFile(tmp_path / "t"), 0, codec).read()
     assert len(seen) > 1
     assert max(seen) <= 4 << 20
 

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cupaged.checkpoint import GenerationDefaults, open_checkpoint
+from cupaged.checkpoint.mapped_file import MappedFile
 from cupaged.checkpoint.safetensors_folder import read_tensors
 from cupaged.config import ModelConfig
 from cupaged.errors import CheckpointError, CupagedError, UnsupportedModelError
@@ -179,7 +180,7 @@ def header_file(path: Path, header: Any, data: bytes = bytes(64)) -> Path:
 def test_a_damaged_entry_names_its_tensor(entry: Any, tmp_path: Path) -> None:
     path = header_file(tmp_path / "x.safetensors", {"good": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "bad.one": entry})
     with pytest.raises(CheckpointError, match=r"damaged header.* tensor bad\.one"):
-        read_tensors(path)
+        read_tensors(MappedFile(path))
 
 
 def test_damaged_bytes_never_raise_anything_else(tensors: Tensors, tmp_path: Path) -> None:
@@ -200,7 +201,7 @@ def test_damaged_bytes_never_raise_anything_else(tensors: Tensors, tmp_path: Pat
 
 def test_a_type_that_is_not_read_is_an_error_only_when_it_is_read(tmp_path: Path) -> None:
     save_file({"ids": np.arange(5), "double": np.ones((2, 2)), "scalar": np.array(1.0, np.float32)}, tmp_path / "x.safetensors")
-    opened = read_tensors(tmp_path / "x.safetensors")
+    opened = read_tensors(MappedFile(tmp_path / "x.safetensors"))
     assert {name: (t.storage, t.shape) for name, t in opened.items()} == {"ids": ("I64", (5,)), "double": ("F64", (2, 2)), "scalar": ("F32", ())}
     with pytest.raises(UnsupportedModelError, match="double is stored as F64"):
         opened["double"].read()

@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 from cupaged.backends import cpu_formats
 from cupaged.backends.cpu_formats import BLOCK, FORMATS, Format
 from cupaged.checkpoint.gguf_blocks import CODECS
+from cupaged.checkpoint.mapped_file import MappedFile
 from cupaged.checkpoint.stored_tensor import PairedRows, StoredTensor, UnreadableTensor
 from cupaged.errors import CheckpointError, UnsupportedModelError
 
@@ -196,7 +197,7 @@ def test_stored_rows_are_the_files_bytes(storage: str, tmp_path: Path) -> None:
     raw = stored_bytes(storage, 24, 256)
     path = tmp_path / "tensor"
     path.write_bytes(b"head" + raw.tobytes())
-    tensor = StoredTensor("t", (24, 256), path, 4, CODECS[storage])
+    tensor = StoredTensor("t", (24, 256), MappedFile(path), 4, CODECS[storage])
     np.testing.assert_array_equal(tensor.read_blocks(3, 20), raw[3:20])
     np.testing.assert_array_equal(tensor.read_blocks(), raw)
     assert tensor.read_blocks(5, 5).shape == (0, raw.shape[1])

@@ -284,6 +284,32 @@ def test_full_memory_names_the_knobs() -> None:
     assert CupyDevice().memory() == ((70 << 30) + (1 << 20), 80 << 30)
 
 
+# ---- time
+
+
+def test_work_is_timed_between_two_events() -> None:
+    device = CupyDevice()
+    fake_cupy.Clock.cost = lambda name, rows: rows / 8
+    x = device.upload(random(0, 4, 40))
+
+    def work() -> None:
+        device.gemm(x, x, out)
+        device.gemm(x[:2], x, out[:2])
+
+    out = device.empty((4, 4), np.float32)
+    work()  # before, and not in it
+    assert device.seconds(work) == 0.75
+    graph = device.capture(work)
+    assert device.seconds(lambda: [graph.replay(), graph.replay()]) == 1.5
+    with pytest.raises(BackendError, match="a captured region measures time"):
+        device.capture(lambda: device.seconds(work))
+    assert device.seconds(work) == 0.75
+
+
+def test_what_measurements_are_kept_under() -> None:
+    assert CupyDevice().kind == "NVIDIA Fake, sm_90, 2 multiprocessors, cuBLAS 120901"
+
+
 # ---- the fake is like the real one
 
 CALLS = {
@@ -293,6 +319,7 @@ CALLS = {
     "cuda.Device": "device", "cuda.PinnedMemory": "size flags", "RawModule": "code path options backend", "RawModule.get_function": "name", "RawKernel.__call__": "grid block args kwargs",
     "ndarray.get": "stream order out blocking", "empty": "shape dtype order", "empty_pinned": "shape dtype order",
     "cuda.runtime.memcpyAsync": "dst src size kind stream", "cuda.runtime.getDeviceCount": "",
+    "cuda.runtime.getDeviceProperties": "device", "cuda.get_elapsed_time": "start_event end_event",
 }  # fmt: skip
 
 

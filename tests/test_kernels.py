@@ -19,8 +19,9 @@ import kernels_cu
 from cupaged.backends import emu, kernel_specs, sampling
 from cupaged.backends.base import AttentionBatch
 from cupaged.backends.emu_device import EmuDevice
+from cupaged.backends.few_rows import SKINNY_ROWS
 from cupaged.backends.kernel_sampling import KernelSampler
-from cupaged.backends.kernels import SKINNY_ROWS, KernelBackend
+from cupaged.backends.kernels import KernelBackend
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.backends.split_plan import plan_decode
 from cupaged.conformance.paged import Paged

@@ -100,32 +100,89 @@ def test_chunks_of_a_prompt_go_on_as_ever() -> None:
     assert long.output_ids.tolist() == [7]
 
 
-@pytest.mark.parametrize("reason", ["beams", "about to fork", "bad words", "counts are lost", "swapped out"])
+@pytest.mark.parametrize("reason", ["beams", "about to fork", "bad words", "counts are lost"])
 def test_who_needs_the_token_has_it_read_first(reason: str) -> None:
-    scheduler = make_scheduler(8, preemption="swap") if reason == "swapped out" else make_scheduler(40)
+    scheduler = make_scheduler(40)
     if reason == "beams":
         scheduler.add(make_beam_request("b", [1, 2, 3], beam_width=2, max_tokens=5))
-    elif reason == "swapped out":
-        model = IntegerModel(8, 4)
-        for i in range(2):
-            scheduler.add(make_request(str(i), np.arange(12) + 100 * i, 12))
     else:
         request = make_request("a", [1, 2, 3], 5, n=2 if reason == "about to fork" else 1, presence_penalty=float(reason == "counts are lost"))
         request.bad_words = ((5,), (6, 7)) if reason == "bad words" else ((5,),)
         scheduler.add(request)
     other = scheduler.add(make_request("other", [9], 5))
-    plan = scheduler.schedule()
+    scheduler.schedule()
     if reason == "counts are lost":
         ahead = scheduler.schedule_ahead()
         scheduler.cancel(ahead)  # the counts may hold a token too many
-    while reason == "swapped out" and not len(plan.swap_out):
-        scheduler.apply(plan, model.run(plan))
-        plan = scheduler.schedule()
     before = [(s.num_scheduled, s.num_tokens) for s in scheduler._live.values()]
     assert scheduler.schedule_ahead() is None
     assert before == [(s.num_scheduled, s.num_tokens) for s in scheduler._live.values()]
     assert other.token_source == -1
     scheduler.check_invariants()
+
+
+def swapping() -> tuple[Scheduler, IntegerModel, list[Sequence], StepPlan]:
+    """A plan in flight that takes two requests to host memory, a large one and a small one, for the four answers of a third."""
+    scheduler, model = make_scheduler(16, preemption="swap", prefix_cache=False), IntegerModel(16, 4)
+    requests = (make_request("stays", [0, 1, 2], 14, n=4), make_request("large", np.arange(36) + 100, 20), make_request("small", [900, 901], 12))
+    sequences = [scheduler.add(request) for request in requests]
+    plan = scheduler.schedule()
+    while not len(plan.swap_out):
+        scheduler.apply(plan, model.run(plan))
+        plan = scheduler.schedule()
+    assert len(plan.preempted) == 2
+    return scheduler, model, sequences, plan
+
+
+def finish(scheduler: Scheduler, model: IntegerModel, sequences: list[Sequence]) -> None:
+    while scheduler.has_unfinished():
+        plan = scheduler.schedule()
+        scheduler.apply(plan, model.run(plan))
+        model.poison(scheduler.cache)
+        scheduler.check_invariants()
+    for sequence in sequences:
+        assert sequence.output_ids.tolist() == expected_output(sequence.request.prompt_token_ids, sequence.request.params.max_tokens)
+
+
+def test_a_plan_that_swaps_out_is_not_waited_for() -> None:
+    scheduler, model, sequences, plan = swapping()
+    late = model.submit(plan)
+    second = scheduler.schedule_ahead()
+    assert {item.seq_id for item in second.sequences} == {s.seq_id for s in sequences[0].request.live}
+    behind = model.submit(second)
+    scheduler.apply(plan, late.collect())
+    scheduler.check_invariants()
+    scheduler.apply(second, behind.collect())
+    finish(scheduler, model, sequences)
+    assert model.swapped
+
+
+def test_nobody_comes_back_from_host_memory_before_it_has_got_there() -> None:
+    scheduler, model, (stays, large, small), plan = swapping()
+    scheduler.abort(large.request)  # now there is room for the small one
+    second = scheduler.schedule_ahead()
+    assert not len(second.swap_in)
+    scheduler.cancel(second)
+    scheduler.cancel(plan)  # it never gets to the device, and what it should have taken out is lost
+    scheduler.check_invariants()
+    assert scheduler.cache.swapped_blocks([small.seq_id]) == 0
+    finish(scheduler, model, [stays, small])
+
+
+def test_who_has_got_to_host_memory_comes_back_ahead() -> None:
+    scheduler, model, (stays, large, small), plan = swapping()
+    scheduler.abort(large.request)
+    late = model.submit(plan)
+    second = scheduler.schedule_ahead()
+    behind = model.submit(second)
+    scheduler.apply(plan, late.collect())
+    third = scheduler.schedule_ahead()
+    assert len(third.swap_in)
+    assert small.seq_id in {item.seq_id for item in third.sequences}
+    last = model.submit(third)
+    scheduler.apply(second, behind.collect())
+    scheduler.apply(third, last.collect())
+    finish(scheduler, model, [stays, small])
 
 
 def test_single_bad_words_and_min_tokens_are_known_ahead() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 
 from cupaged.backends.base import Backend
@@ -240,6 +241,23 @@ def test_a_folder_and_a_gguf_file_of_one_model_load_alike(tmp_path: Path) -> Non
     np.testing.assert_array_equal(first.lm_head[0], second.lm_head[0])
 
 
+@pytest.mark.skipif(not hasattr(psutil.Process, "num_fds"), reason="this system does not count handles")
+def test_no_file_is_held_after_loading_or_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = psutil.Process().num_fds
+    checkpoint, free = open_checkpoint(write_folder(tmp_path / "m", CONFIG, random_tensors(LLAMA))), handles()
+    load(checkpoint, RecordingBackend())
+    assert handles() == free
+
+    def full(*_: object) -> None:
+        checkpoint.tensors["model.norm.weight"].read()
+        raise MemoryError
+
+    monkeypatch.setattr(RecordingBackend, "load_matrix", full)
+    with pytest.raises(MemoryError):
+        load(checkpoint, RecordingBackend())
+    assert handles() == free
+
+
 # ---- cost
 
 MEASURE = """
@@ -291,4 +309,4 @@ def test_a_large_folder_adds_no_file_pages_to_memory(tmp_path: Path) -> None:
     config = ModelConfig("llama", 32000, 512, 4096, 4, 32, 2, 16, 128)
     folder = write_folder(tmp_path / "m", CONFIG | wide, {n: np.zeros(shape, np.float32) for n, shape in expected_shapes(config).items()})
     loaded = (folder / "model.safetensors").stat().st_size
-    assert measure(folder)["growth"] <= 1.25 * loaded  # all float32: a mapped file would make it twice
+    assert measure(folder)["growth"] <= 1.25 * loaded  # all float32: the file's pages would make it twice

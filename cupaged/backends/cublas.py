@@ -27,6 +27,7 @@ _ARGUMENTS = {
     "cublasDestroy_v2": (ctypes.c_void_p,),
     "cublasSetStream_v2": (ctypes.c_void_p, ctypes.c_void_p),
     "cublasSetWorkspace_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    "cublasGetVersion_v2": (ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)),
     "cublasGemmEx": (
         ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_float),
         ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_float),
@@ -59,6 +60,13 @@ class Cublas:
         weakref.finalize(self, library.cublasDestroy_v2, handle).atexit = False  # by then the driver may be gone
         self._check("cublasSetStream_v2", handle, stream)
         self._check("cublasSetWorkspace_v2", handle, workspace, workspace_bytes)
+
+    @property
+    def version(self) -> int:
+        """120901 is 12.9.1."""
+        number = ctypes.c_int()
+        self._check("cublasGetVersion_v2", self._handle, ctypes.byref(number))
+        return number.value
 
     def gemm(self, x: Any, weight: Any, out: Any, *, add: bool) -> None:
         """out = x @ weight.T, or out += it, sums in float32. x [rows, in], weight [out, in] of one type; out [rows, out] of

@@ -100,6 +100,12 @@ class CupyDevice:
         except cupy.cuda.driver.CUDADriverError as error:
             raise BackendError(f"CUDA's driver: {error}") from error
 
+    @property
+    def kind(self) -> str:
+        name = cupy.cuda.runtime.getDeviceProperties(self._device.id)["name"].decode()
+        major, minor = self.capability
+        return f"{name}, sm_{major}{minor}, {self.multiprocessors} multiprocessors, cuBLAS {self._cublas.version}"
+
     # ---- memory
 
     def memory(self) -> tuple[int, int]:
@@ -194,6 +200,16 @@ class CupyDevice:
         self.not_in_a_graph("waits")
         with self.on():
             self._stream.wait_event(mark.event)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        self.not_in_a_graph("measures time")
+        with self.on():
+            start, end = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(self._stream)
+            work()
+            end.record(self._stream)
+            end.synchronize()
+            return float(cupy.cuda.get_elapsed_time(start, end)) / 1000
 
     def capture(self, work: Callable[[], None]) -> Graph:
         self.not_in_a_graph("captures")

@@ -61,6 +61,11 @@ class Device(Protocol):
     multiprocessors: int
     """How many blocks of a kernel that takes a whole multiprocessor run at once."""
 
+    @property
+    def kind(self) -> str | None:
+        """What measurements of its speed are kept under; None where they mean nothing."""
+        ...
+
     def memory(self) -> tuple[int, int] | None:
         """Bytes of its own memory: free, and all; None where it is the host's."""
         ...
@@ -120,6 +125,10 @@ class Device(Protocol):
 
     def wait_for(self, mark: Mark) -> None:
         """Nothing that is asked for from now on, swaps excepted, begins before the mark's work is done. The host goes on."""
+        ...
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """How long it takes for what `work` asks for; waits for it. Raises BackendError in a captured region."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Graph:

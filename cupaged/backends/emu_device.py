@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,6 +62,7 @@ class EmuDevice:
     """
 
     name = "emu"
+    kind: str | None = None
     capability = (8, 0)
     asynchronous = False
     multiprocessors = 2
@@ -132,6 +134,12 @@ class EmuDevice:
         return Past()
 
     def wait_for(self, mark: Any) -> None: ...
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        self.not_in_a_graph("measures time")
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
 
     def capture(self, work: Callable[[], None]) -> EmuGraph:
         self.not_in_a_graph("captures")

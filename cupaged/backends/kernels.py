@@ -20,6 +20,7 @@ from cupaged.backends.base import Array, AttentionBatch, BatchLimits, SamplingBa
 from cupaged.backends.checks import check_block_pairs, check_within
 from cupaged.backends.device import Device
 from cupaged.backends.download import Download
+from cupaged.backends.few_rows import FewRows
 from cupaged.backends.kernel_attention import KernelAttention
 from cupaged.backends.kernel_batch import DeviceBatch
 from cupaged.backends.kernel_graphs import ForwardGraphs
@@ -27,10 +28,6 @@ from cupaged.backends.kernel_sampling import KernelSampler
 from cupaged.backends.kernel_swaps import KernelSwaps
 from cupaged.backends.launch import KernelSpec
 from cupaged.tensor_source import TensorSource
-
-SKINNY_ROWS = 4
-"""Up to so many rows a product is one of our own kernels, with the norm before it and the activation behind it: there is
-nothing in it but reading the weights, and less than a launch costs where they are small. The kernels take no more than 4."""
 
 CHUNK_BYTES = 4 << 20
 """How much of a tensor is read at once while loading."""
@@ -69,6 +66,7 @@ class KernelBackend:
         self._sampler = KernelSampler(device)
         self._swaps = KernelSwaps(device)
         self._graphs = graphs
+        self._few = FewRows(device, self._dtype, graphs=graphs)
         self._batch: DeviceBatch | None = None  # that was set last
 
     def _run(self, spec: KernelSpec, **arguments: Any) -> None:
@@ -105,21 +103,31 @@ class KernelBackend:
         self._batch = batch
 
     def record(self, build: Callable[[int], None], rows: int) -> Callable[[int], None]:
+        self._few.settle(self)  # the model is there, and no graph yet
         return ForwardGraphs(self._device, build, lambda: self._batch.lanes if self._batch else None)
 
     # ---- weights
 
     def load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
-        return DeviceMatrix(self._load(parts, self._dtype), self._no_numbers if bias is None else self._load(bias, np.dtype(np.float32)))
+        return self._load_matrix(parts, bias, "norm" if len(parts) > 1 else "plain")  # queries, keys and values together
 
     def load_gate_up(self, gate: TensorSource, up: TensorSource, bias: Sequence[TensorSource] | None = None) -> DeviceMatrix:
-        return self.load_matrix([gate, up], bias)
+        return self._load_matrix([gate, up], bias, "gate")
 
     def load_vector(self, source: TensorSource) -> Array:
         return self._load([source], np.dtype(np.float32))
 
     def load_embedding(self, source: TensorSource, *, tied: bool) -> DeviceMatrix:
+        if tied:
+            return self._load_matrix([source], None, "norm")
         return DeviceMatrix(self._load([source], self._dtype), self._no_numbers)
+
+    def _load_matrix(self, parts: Sequence[TensorSource], bias: Sequence[TensorSource] | None, role: str) -> DeviceMatrix:
+        """`role`: see few_rows.Product."""
+        weight = self._load(parts, self._dtype)
+        matrix = DeviceMatrix(weight, self._no_numbers if bias is None else self._load(bias, np.dtype(np.float32)))
+        self._few.loaded(matrix, weight.shape, role)
+        return matrix
 
     def _load(self, sources: Sequence[TensorSource], dtype: np.dtype[Any]) -> Array:
         """The tensors one after the other along their first axis, read a few MB at a time."""
@@ -168,26 +176,30 @@ class KernelBackend:
         self._run(specs.SILU_MUL, gate_up=work, out=out)
 
     def norm_linear(self, x: Array, norm: Array, eps: float, matrix: DeviceMatrix, normed: Array, out: Array) -> None:
-        if _is_skinny(x):
+        if self._is_skinny(x):
             self._run(specs.SKINNY_MATMUL, x=x, norm=norm, eps=eps, weight=matrix.weight, bias=matrix.bias, out=out, add=False, normed=1)
             return
         self.rms_norm(x, norm, eps, normed)
         self.linear(normed, matrix, out)
 
     def norm_linear_silu_mul(self, x: Array, norm: Array, eps: float, matrix: DeviceMatrix, normed: Array, work: Array, out: Array) -> None:
-        if _is_skinny(x):
+        if self._is_skinny(x):
             self._run(specs.SKINNY_GATE_UP, x=x, norm=norm, eps=eps, weight=matrix.weight, bias=matrix.bias, out=out)
             return
         self.rms_norm(x, norm, eps, normed)
         self.linear_silu_mul(normed, matrix, work, out)
 
     def _product(self, x: Array, matrix: DeviceMatrix, out: Array, *, add: bool) -> None:
-        if _is_skinny(x):
+        if self._is_skinny(x):
             self._run(specs.SKINNY_MATMUL, x=x, norm=self._no_numbers, eps=0.0, weight=matrix.weight, bias=matrix.bias, out=out, add=add, normed=0)
             return
         self._device.gemm(x, matrix.weight, out, add=add)
         if len(matrix.bias):
             self._run(specs.ADD_BIAS, out=out, bias=matrix.bias)
+
+    def _is_skinny(self, x: Array) -> bool:
+        """Whether a product of x is our own kernel's."""
+        return len(x) <= self._few.most and x.shape[1] % 8 == 0
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
         self._run(specs.RMS_NORM, x=x, weight=weight, eps=eps, out=out)
@@ -248,8 +260,3 @@ class KernelBackend:
                 source_key=source_key, source_value=source_value, target_key=target_key, target_value=target_value,
                 pairs=self._device.upload(np.ascontiguousarray(pairs)),
             )  # fmt: skip
-
-
-def _is_skinny(x: Array) -> bool:
-    """Whether a product of x is our own kernel's."""
-    return len(x) <= SKINNY_ROWS and x.shape[1] % 8 == 0

@@ -318,9 +318,10 @@ class CacheManager:
         return len(self._swap.blocks_of(seq_ids))
 
     def swap_in(self, seq_ids: list[int]) -> dict[int, int] | None:
-        """Bring sequences back, sharing what they shared: seq_id -> computed tokens; None, and no change, if full."""
+        """Bring sequences back, sharing what they shared: seq_id -> computed tokens; None, and no change, if full, or if the plan
+        that takes them out has not been applied."""
         host = self._swap.blocks_of(seq_ids)
-        device = self._allocate(len(host))
+        device = self._allocate(len(host)) if self._swap.has_got(host) else None
         if device is None:
             return None
         back = self._swap.give(seq_ids)

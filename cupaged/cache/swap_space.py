@@ -1,8 +1,8 @@
 """SwapSpace: host memory for the KV of preempted requests, block by block.
 
 A request's sequences go out together and come back together, and a block that several of them share goes once. The
-space knows where each sequence's blocks lie; the copies themselves are part of a plan, and their host blocks are not
-reused before that plan has run.
+space knows where each sequence's blocks lie; the copies themselves are part of a plan, and their host blocks are neither
+read nor reused before that plan has run: if it is cancelled, what should have gone out is lost.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cupaged.cache.block_pool import BlockPool
+from cupaged.errors import InvariantError
 from cupaged.step_plan import IntArray
 
 
@@ -28,6 +29,7 @@ class SwapSpace:
     def __init__(self, num_blocks: int) -> None:
         self._pool = BlockPool(num_blocks)
         self._sequences: dict[int, Swapped] = {}
+        self._awaited = np.zeros(num_blocks, np.bool_)  # to be written by a plan that has not run yet
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -41,6 +43,10 @@ class SwapSpace:
         held = [self._sequences[i].blocks for i in seq_ids if i in self._sequences]
         return np.unique(np.concatenate(held)) if held else np.empty(0, np.int32)
 
+    def has_got(self, host_blocks: IntArray) -> bool:
+        """Whether what went out to these blocks is there."""
+        return not self._awaited[host_blocks].any()
+
     def take(self, tables: dict[int, tuple[IntArray, int]]) -> IntArray | None:
         """Make room for sequences: seq_id -> (device blocks, computed tokens). The copies to make, int32 [n, 2]
         (device, host), with their host blocks pinned; None, and no change, where there is no room."""
@@ -52,6 +58,7 @@ class SwapSpace:
             own = host[np.searchsorted(device, blocks)]
             self._pool.hold(own)
             self._sequences[seq_id] = Swapped(own, num_computed)
+        self._awaited[host] = True
         self._pool.pin(host)
         self._pool.release(host)  # the one hold of `allocate`: tables and the pin hold them now
         return np.stack([device, host], axis=1)
@@ -69,6 +76,7 @@ class SwapSpace:
 
     def done(self, host_blocks: IntArray) -> None:
         """The plan that wrote or read these (distinct) host blocks has run."""
+        self._awaited[host_blocks] = False
         self._pool.free(self._pool.unpin(host_blocks))
 
     def lost(self, host_blocks: IntArray) -> None:
@@ -82,4 +90,6 @@ class SwapSpace:
         references = np.zeros(self._pool.num_blocks, np.int32)
         for swapped in self._sequences.values():
             references[swapped.blocks] += 1
+        if (self._awaited & (self._pool.pins == 0)).any():
+            raise InvariantError("a host block waits for a plan that does not write it")
         self._pool.check_invariants(references, np.zeros(self._pool.num_blocks, np.int32))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cupaged.checkpoint.mapped_file import MappedFile
 from cupaged.config import ModelConfig
 from cupaged.tensor_source import TensorSource
 
@@ -29,6 +30,7 @@ class Checkpoint:
     tensors     by Hugging Face name ("model.layers.0.self_attn.q_proj.weight"), in Hugging Face's row order,
                 whatever the file calls or permutes them
     metadata    a GGUF file's key-value pairs ("tokenizer.ggml.tokens" -> list, ...); empty for a folder
+    files       those that the tensors are read from
     """
 
     path: Path
@@ -36,6 +38,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorSource]
     generation: GenerationDefaults = GenerationDefaults()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    files: Sequence[MappedFile] = ()
 
     def file(self, name: str) -> Path | None:
         """A file beside the weights ("tokenizer.json"), or None; always None for a GGUF file."""
@@ -43,3 +46,8 @@ class Checkpoint:
             return None
         candidate = self.path / name
         return candidate if candidate.is_file() else None
+
+    def close(self) -> None:
+        """Hold no file any longer. Tensors may still be read: their file is mapped again."""
+        for file in self.files:
+            file.close()

@@ -10,6 +10,7 @@ from cupaged.checkpoint.base import Checkpoint
 from cupaged.checkpoint.gguf_blocks import CODECS, TYPE_NAMES
 from cupaged.checkpoint.gguf_config import generation_defaults, model_config
 from cupaged.checkpoint.gguf_header import GgufHeader, TensorEntry, read_header
+from cupaged.checkpoint.mapped_file import MappedFile
 from cupaged.checkpoint.stored_tensor import PairedRows, StoredTensor
 from cupaged.errors import CheckpointError, UnsupportedModelError
 from cupaged.tensor_source import TensorSource
@@ -43,8 +44,8 @@ def open_gguf(path: Path) -> Checkpoint:
 
     Raises CheckpointError for a damaged file, UnsupportedModelError for a model or tensor type that is not computed.
     """
-    header = read_header(path)
-    stored = _stored_tensors(path, header)
+    header, file = read_header(path), MappedFile(path)
+    stored = _stored_tensors(file, header)
     rope_freqs = stored.pop(_ROPE_FREQS, None)
     freq_factors = None if rope_freqs is None else tuple(rope_freqs.read().tolist())
     config = model_config(path, header.metadata, {name: tensor.shape for name, tensor in stored.items()}, freq_factors)
@@ -53,7 +54,8 @@ def open_gguf(path: Path) -> Checkpoint:
         # only the `llama` architecture's converter interleaves the two halves of a head (see PairedRows)
         paired = config.architecture == "llama" and _PAIRED.search(tensor.name) is not None
         tensors[tensor.name] = PairedRows(tensor, config.head_dim) if paired else tensor
-    return Checkpoint(path, config, tensors, generation_defaults(path, header.metadata), header.metadata)
+    file.close()  # of which the frequencies were read
+    return Checkpoint(path, config, tensors, generation_defaults(path, header.metadata), header.metadata, [file])
 
 
 def hf_name(name: str) -> str:
@@ -65,14 +67,15 @@ def hf_name(name: str) -> str:
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
 
 
-def _stored_tensors(path: Path, header: GgufHeader) -> dict[str, StoredTensor]:
+def _stored_tensors(file: MappedFile, header: GgufHeader) -> dict[str, StoredTensor]:
     """Tensors by GGUF name, each known to lie inside the file; they themselves carry their Hugging Face names."""
+    path = file.path
     size = path.stat().st_size
     stored: dict[str, StoredTensor] = {}
     for entry in header.tensors:
         if entry.name in stored:
             raise CheckpointError(f"{path} lists tensor {entry.name} twice")
-        tensor = _stored_tensor(path, entry)
+        tensor = _stored_tensor(file, entry)
         if tensor.offset + tensor.nbytes > size:
             raise CheckpointError(
                 f"{path} is cut short: tensor {entry.name} ends at byte {tensor.offset + tensor.nbytes} of {size}; get the file again"
@@ -81,7 +84,8 @@ def _stored_tensors(path: Path, header: GgufHeader) -> dict[str, StoredTensor]:
     return stored
 
 
-def _stored_tensor(path: Path, entry: TensorEntry) -> StoredTensor:
+def _stored_tensor(file: MappedFile, entry: TensorEntry) -> StoredTensor:
+    path = file.path
     kind = TYPE_NAMES.get(entry.type_id, f"number {entry.type_id}")
     codec = CODECS.get(kind)
     if codec is None:
@@ -92,4 +96,4 @@ def _stored_tensor(path: Path, entry: TensorEntry) -> StoredTensor:
         )
     if math.prod(entry.shape) < 1:
         raise CheckpointError(f"{path}: tensor {entry.name} is empty")
-    return StoredTensor(hf_name(entry.name), entry.shape, path, entry.offset, codec)
+    return StoredTensor(hf_name(entry.name), entry.shape, file, entry.offset, codec)

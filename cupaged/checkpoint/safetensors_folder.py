@@ -2,7 +2,7 @@
 
 A safetensors file is an 8-byte little-endian length, a JSON header of that length (name -> dtype, shape, byte range
 counted from the header's end) and the tensors. The header is parsed here, because the library that reads the format
-maps whole files, whose pages would then count as this process's memory.
+keeps all pages of a file that it has read, which then count as this process's memory.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from cupaged.checkpoint.base import Checkpoint
 from cupaged.checkpoint.codecs import BF16_CODEC, F16_CODEC, F32_CODEC
 from cupaged.checkpoint.hf_config import generation_defaults, model_config
 from cupaged.checkpoint.json_file import parse_json, read_json
+from cupaged.checkpoint.mapped_file import MappedFile
 from cupaged.checkpoint.stored_tensor import StoredTensor, UnreadableTensor
 from cupaged.errors import CheckpointError, UnsupportedModelError
 from cupaged.tensor_source import TensorSource
@@ -38,13 +39,16 @@ def open_folder(path: Path) -> Checkpoint:
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     config = model_config(path / "config.json", raw, generation)
-    return Checkpoint(path, config, _open_tensors(path), generation_defaults(generation_file, generation))
+    files: list[MappedFile] = []
+    tensors = _open_tensors(path, files)
+    return Checkpoint(path, config, tensors, generation_defaults(generation_file, generation), files=files)
 
 
-def _open_tensors(path: Path) -> dict[str, TensorSource]:
-    """All tensors by name. One file wins over an index, as in transformers."""
+def _open_tensors(path: Path, files: list[MappedFile]) -> dict[str, TensorSource]:
+    """All tensors by name, and their files added to `files`. One file wins over an index, as in transformers."""
     if (path / WEIGHTS).is_file():
-        return read_tensors(path / WEIGHTS)
+        files.append(MappedFile(path / WEIGHTS))
+        return read_tensors(files[0])
     if not (path / INDEX).is_file():
         raise _no_weights(path)
     places = read_json(path / INDEX).get("weight_map")
@@ -54,7 +58,8 @@ def _open_tensors(path: Path) -> dict[str, TensorSource]:
     for shard in sorted(set(places.values())):
         if not (path / shard).is_file():
             raise CheckpointError(f"{path / INDEX} names {shard}, which is not there; get the model again")
-        shards[shard] = read_tensors(path / shard)
+        files.append(MappedFile(path / shard))
+        shards[shard] = read_tensors(files[-1])
     # the index alone says where a tensor comes from: a shard may hold stale copies of others
     tensors: dict[str, TensorSource] = {}
     for name, shard in places.items():
@@ -64,22 +69,24 @@ def _open_tensors(path: Path) -> dict[str, TensorSource]:
     return tensors
 
 
-def read_tensors(path: Path) -> dict[str, TensorSource]:
+def read_tensors(file: MappedFile) -> dict[str, TensorSource]:
     """The tensors of one safetensors file by name. Raises CheckpointError if it is damaged or cut short."""
+    path = file.path
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+        with open(path, "rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise CheckpointError(f"{path} is not a complete safetensors file: its header does not fit")
-            header = parse_json(file.read(length), f"the header of {path}")
+            header = parse_json(opened.read(length), f"the header of {path}")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
     header.pop("__metadata__", None)
-    return {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    return {name: _tensor(file, name, entry, 8 + length, size) for name, entry in header.items()}
 
 
-def _tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> TensorSource:
+def _tensor(file: MappedFile, name: str, entry: Any, data_start: int, size: int) -> TensorSource:
+    path = file.path
     try:
         storage, shape, (start, end) = str(entry["dtype"]), tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
     except (KeyError, TypeError, ValueError):
@@ -93,7 +100,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int, size: int) -> Te
         return UnreadableTensor(name, shape, storage)
     if end - start != math.prod(shape) * codec.block_bytes:
         raise CheckpointError(f"{path} has a damaged header: tensor {name} is {storage} {list(shape)} in {end - start} bytes")
-    return StoredTensor(name, shape, path, data_start + start, codec)
+    return StoredTensor(name, shape, file, data_start + start, codec)
 
 
 def _not_a_model(path: Path) -> str:

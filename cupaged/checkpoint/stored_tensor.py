@@ -1,23 +1,18 @@
-"""Tensor sources over a byte range of a file: StoredTensor reads it as it lies, PairedRows undoes GGUF's row order.
-
-Files are read with plain reads, not mapped: a mapping's pages would count as this process's memory beside the weights.
-Every read opens the file anew, so that a checkpoint holds no handle and may be read from several threads.
-"""
+"""Tensor sources over a byte range of a mapped file: StoredTensor reads it as it lies, PairedRows undoes GGUF's row order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cupaged.checkpoint.codecs import F32, U8, Codec
-from cupaged.errors import CheckpointError, UnsupportedModelError
+from cupaged.checkpoint.mapped_file import MappedFile
+from cupaged.errors import UnsupportedModelError
 from cupaged.tensor_source import TensorSource
 
 Number = TypeVar("Number", bound=np.generic)
@@ -32,7 +27,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    path: Path
+    file: MappedFile
     offset: int
     codec: Codec
 
@@ -50,43 +45,31 @@ class StoredTensor:
         rows = range(*slice(start, stop).indices(self.shape[0]))
         row_values = math.prod(self.shape[1:])
         if row_values % self.codec.block_values:  # a quantised vector: a block spans several rows
-            return StoredTensor(self.name, (1, *self.shape), self.path, self.offset, self.codec).read()[0, start:stop]
+            return StoredTensor(self.name, (1, *self.shape), self.file, self.offset, self.codec).read()[0, start:stop]
         out = np.empty((len(rows), *self.shape[1:]), np.float32)
         blocks = out.reshape(-1, self.codec.block_values)
         self._decode(rows.start * row_values // self.codec.block_values, blocks)
         return out
 
     def read_blocks(self, start: int = 0, stop: int | None = None) -> U8:
-        """Rows start..stop as they are stored, uint8 [rows, bytes of a row]. Raises as `read` does."""
+        """Rows start..stop as they are stored, uint8 [rows, bytes of a row]: a read-only view of the mapped file, which it
+        keeps mapped. Raises as `read` does."""
         rows = range(*slice(start, stop).indices(self.shape[0]))
-        raw = np.empty((len(rows), self.nbytes // self.shape[0]), np.uint8)
-        with self._opened(rows.start * raw.shape[1]) as file:
-            self._fill(file, raw)
-        return raw
+        row_bytes = self.nbytes // self.shape[0]
+        return self._bytes(rows.start * row_bytes, len(rows) * row_bytes).reshape(len(rows), row_bytes)
 
     def _decode(self, first_block: int, out: F32) -> None:
         """Decode blocks from `first_block` on into `out`, as many as it has rows."""
-        step = max(1, _CHUNK_VALUES // self.codec.block_values)
-        raw = np.empty((min(step, len(out)), self.codec.block_bytes), np.uint8)
-        with self._opened(first_block * self.codec.block_bytes) as file, np.errstate(all="ignore"):
+        step, size = max(1, _CHUNK_VALUES // self.codec.block_values), self.codec.block_bytes
+        with np.errstate(all="ignore"):
             for at in range(0, len(out), step):
-                part = raw[: len(out) - at]
-                self._fill(file, part)
-                self.codec.decode(part, out[at : at + len(part)])
+                part = out[at : at + step]
+                raw = self._bytes((first_block + at) * size, len(part) * size)
+                self.codec.decode(raw.reshape(len(part), size), part)
 
-    @contextmanager
-    def _opened(self, at: int) -> Iterator[Any]:
-        """The file, positioned at byte `at` of the tensor."""
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(self.offset + at)
-                yield file
-        except OSError as error:
-            raise CheckpointError(f"cannot read tensor {self.name} from {self.path}: {error.strerror or error}") from None
-
-    def _fill(self, file: Any, raw: U8) -> None:
-        if raw.size and file.readinto(raw.data.cast("B")) != raw.nbytes:
-            raise CheckpointError(f"{self.path} ends inside tensor {self.name}: it was cut short")
+    def _bytes(self, at: int, count: int) -> U8:
+        """So many of the tensor's bytes, from byte `at` on."""
+        return self.file.read(self.offset + at, self.offset + at + count, self.name)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from cupaged.backends.base import Array, Backend, Embedding, Matrix
@@ -61,20 +62,21 @@ def load_weights(checkpoint: Checkpoint, backend: Backend, progress: Callable[[i
     """Check all tensors against the config, then hand them to the backend one by one.
 
     `progress(done, total)` is called after each, in stored values. A head stored beside tied embeddings is ignored, as
-    transformers does. Raises CheckpointError naming missing and unknown tensors and those of a wrong shape
-    or type.
+    transformers does. The checkpoint's files are closed afterwards. Raises CheckpointError naming missing and unknown tensors
+    and those of a wrong shape or type.
     """
     config = checkpoint.config
     shapes = expected_shapes(config)
     _check(checkpoint, shapes)
     loader = _Loader(checkpoint, backend, progress, sum(math.prod(shape) for shape in shapes.values()))
-    embedding = loader.embedding(tied=config.tie_word_embeddings)
-    return LlamaWeights(
-        embedding=embedding,
-        layers=tuple(_load_layer(loader, config, f"model.layers.{i}.") for i in range(config.num_layers)),
-        final_norm=loader.vector(FINAL_NORM),
-        lm_head=embedding if config.tie_word_embeddings else loader.matrix([LM_HEAD]),
-    )
+    with closing(checkpoint):
+        embedding = loader.embedding(tied=config.tie_word_embeddings)
+        return LlamaWeights(
+            embedding=embedding,
+            layers=tuple(_load_layer(loader, config, f"model.layers.{i}.") for i in range(config.num_layers)),
+            final_norm=loader.vector(FINAL_NORM),
+            lm_head=embedding if config.tie_word_embeddings else loader.matrix([LM_HEAD]),
+        )
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,5 +1,5 @@
 """Products of few rows, with the norms before them and the activation behind: our own kernels, which only read the weights,
-against cuBLAS. Where they cross is SKINNY_ROWS.
+against cuBLAS. Where they cross an engine finds at its start, on its own matrices; here it is asked for the same layer.
 
 ours     one launch a product: norms and activation are inside
 apart    our product, norms and activation as launches of their own
@@ -15,9 +15,11 @@ from functools import partial
 import numpy as np
 
 import kernels_cu
-from cupaged.backends import kernels
 from cupaged.backends.device import Array
+from cupaged.backends.few_rows import FewRows, few
+from cupaged.backends.few_rows import Product as Loaded
 from cupaged.backends.kernel_specs import RMS_NORM, SILU_MUL, SKINNY_GATE_UP, SKINNY_MATMUL
+from cupaged.backends.kernels import DeviceMatrix, KernelBackend
 from gpu.bench import BF16, Bench
 from gpu.cases import Case, Figures
 
@@ -90,7 +92,7 @@ def skinny(bench: Bench) -> Iterator[Case]:
     for model, matrices in (TINY_MODELS if bench.tiny else MODELS).items():
         for rows in (1, 5) if bench.tiny else range(1, 17):
             yield Case(f"a layer of {model}, {rows} rows", partial(_layer, bench, matrices, rows, verdict.setdefault(model, {})))
-        yield Case(f"{model}: our kernels up to", partial(_verdict, verdict[model]))
+        yield Case(f"{model}: our kernels up to", partial(_verdict, bench, matrices, verdict[model]))
 
 
 def _layer(bench: Bench, matrices: dict[str, tuple[int, int]], rows: int, faster: dict[int, bool]) -> Figures:
@@ -120,8 +122,20 @@ def _seconds(bench: Bench, weights: list[Array], multiply: Callable[[Array], Non
     return bench.clock.time(work).median / calls
 
 
-def _verdict(faster: dict[int, bool]) -> Figures:
+def _verdict(bench: Bench, matrices: dict[str, tuple[int, int]], faster: dict[int, bool]) -> Figures:
     best = 0
     while faster.get(best + 1):
         best += 1
-    return {"faster": f"{best} rows; SKINNY_ROWS is {kernels.SKINNY_ROWS}"}
+    return {"faster": f"{best} rows; an engine chooses {_chosen(bench, matrices)} of at most {most_rows()}"}
+
+
+def _chosen(bench: Bench, matrices: dict[str, tuple[int, int]]) -> int:
+    """Up to how many rows an engine would take our kernels for a model of such layers."""
+    copies = bench.copies(BF16.itemsize * sum(outputs * inputs for outputs, inputs in matrices.values()))
+    nothing, backend = bench.device.empty((0,), np.float32), KernelBackend(bench.device, BF16)
+    products = [
+        Loaded(DeviceMatrix(weight, nothing), shape, "gate" if name in GATED else "norm" if name in NORMED else "plain")
+        for layer in bench.numbers(*matrices.values(), copies=copies)
+        for (name, shape), weight in zip(matrices.items(), layer, strict=True)
+    ]
+    return few(FewRows(bench.device, BF16, graphs=True).measure(backend, products))

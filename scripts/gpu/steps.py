@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from cupaged.backends.base import Array, AttentionBatch, BatchLimits
-from cupaged.backends.kernels import SKINNY_ROWS, DeviceMatrix, KernelBackend
+from cupaged.backends.few_rows import SKINNY_ROWS
+from cupaged.backends.kernels import DeviceMatrix, KernelBackend
 from cupaged.config import ModelConfig
 from cupaged.model.kv_store import KVStore
 from cupaged.model.llama import Buffers, Llama, forward, head

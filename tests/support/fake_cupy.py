@@ -3,6 +3,7 @@
 Names and parameters are CuPy's; tests/test_cupy_device.py compares them with the real one's where that is installed. What
 a GPU does later is done as late as can be: when the host waits for it, or a stream that the host waits for waits for an event of
 it. A stream that is made hasty does everything as early as can be instead. A captured stream only notes its work.
+Time passes as `Clock.cost` says, and is nothing otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-from cupaged.backends import cupy_device, emu
+from cupaged.backends import cupy_device, emu, few_rows
+from cupaged.errors import ConfigError
 
 
 class CUDARuntimeError(RuntimeError): ...
@@ -53,14 +55,33 @@ class ndarray(np.ndarray):  # CuPy's name
 
 
 def install(monkeypatch: Any) -> CublasLibrary:
-    """Put this in place of CuPy and cuBLAS in cupy_device; what a test changes of the machine is put right after it."""
+    """Put this in place of CuPy and cuBLAS in cupy_device; what a test changes of the machine is put right after it. What is
+    measured is not kept."""
     library = CublasLibrary()
     Stream.begin(monkeypatch)
     for name, value in (("cupy", sys.modules[__name__]), ("cupyx", sys.modules[__name__]), ("load_library", lambda major: library)):
         monkeypatch.setattr(cupy_device, name, value)
+    monkeypatch.setattr(few_rows, "cache_dir", no_folder)
+    for name in ("now", "cost"):
+        monkeypatch.setattr(Clock, name, getattr(Clock, name))
     for name in ("count", "capability", "free", "total"):
         monkeypatch.setattr(Device, name, getattr(Device, name))
     return library
+
+
+def no_folder() -> Any:
+    raise ConfigError("a test keeps nothing")
+
+
+class Clock:
+    """Seconds of the GPU, by the name of a kernel, or "gemm", and its number of rows."""
+
+    now: ClassVar[float] = 0.0
+    cost: ClassVar[Callable[[str, int], float]] = lambda name, rows: 0.0
+
+    @staticmethod
+    def spend(name: str, rows: int) -> None:
+        Clock.now += Clock.cost(name, rows)
 
 
 class Stream:
@@ -131,11 +152,16 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.recorded = self.reached = 0
         self.stream: Any = None
+        self.time: float | None = None
+        self.disable_timing = disable_timing
 
     def record(self, stream: Any = None) -> None:
         self.recorded += 1
         self.stream, turn = stream, self.recorded
-        stream.do(lambda: setattr(self, "reached", turn))
+        stream.do(lambda: self.reach(turn))
+
+    def reach(self, turn: int) -> None:
+        self.reached, self.time = turn, None if self.disable_timing else Clock.now
 
     @property
     def done(self) -> bool:
@@ -174,11 +200,12 @@ class RawModule:
         self.module = emu.Module(code, tuple(o for o in options if o.startswith("-D")), name="kernel.cu", mode="check")
 
     def get_function(self, name: str) -> RawKernel:
-        return RawKernel(self.module.get_function(name))
+        return RawKernel(self.module.get_function(name), name)
 
 
 class RawKernel:
-    def __init__(self, kernel: Any) -> None:
+    def __init__(self, kernel: Any, name: str) -> None:
+        self.name = name
         self.kernel, self.max_dynamic_shared_size_bytes = kernel, 48 << 10
 
     def __call__(self, grid: Any, block: Any, args: Any, **kwargs: Any) -> None:
@@ -190,6 +217,7 @@ class RawKernel:
         def run() -> None:
             self.kernel.max_dynamic_shared_size_bytes = shared
             self.kernel(grid, block, plain, shared_mem=shared)
+            Clock.spend(self.name, len(plain[0]))
 
         Stream.stack[-1].do(run)
 
@@ -212,6 +240,19 @@ def getDeviceCount() -> int:  # CuPy's name
     return Device.count
 
 
+def getDeviceProperties(device: int) -> dict[str, Any]:  # CuPy's name
+    return {"name": b"NVIDIA Fake"}
+
+
+def get_elapsed_time(start_event: Event, end_event: Event) -> float:
+    """Milliseconds."""
+    assert start_event.done
+    assert end_event.done
+    assert start_event.time is not None
+    assert end_event.time is not None
+    return 1000 * (end_event.time - start_event.time)
+
+
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
     if np.dtype(dtype) == ml_dtypes.float8_e4m3fn:
         raise TypeError("Unsupported type")  # as CuPy
@@ -231,11 +272,11 @@ def get_default_memory_pool() -> Any:
 
 
 runtime = SimpleNamespace(
-    memcpyAsync=memcpyAsync, memcpy2DAsync=memcpy2DAsync, memcpyHostToDevice=1, memcpyDefault=4, getDeviceCount=getDeviceCount, runtimeGetVersion=lambda: 12090, CUDARuntimeError=CUDARuntimeError
+    memcpyAsync=memcpyAsync, memcpy2DAsync=memcpy2DAsync, memcpyHostToDevice=1, memcpyDefault=4, getDeviceCount=getDeviceCount, getDeviceProperties=getDeviceProperties, runtimeGetVersion=lambda: 12090, CUDARuntimeError=CUDARuntimeError
 )
 cuda = SimpleNamespace(
     Stream=Stream, Event=Event, PinnedMemory=PinnedMemory, Device=Device, Graph=Graph, runtime=runtime, driver=SimpleNamespace(CUDADriverError=CUDADriverError),
-    memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), compiler=SimpleNamespace(CompileException=CompileException),
+    get_elapsed_time=get_elapsed_time, memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError), compiler=SimpleNamespace(CompileException=CompileException),
     UnownedMemory=lambda ptr, size, owner, device_id=-1: SimpleNamespace(owner=owner), MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem),
 )  # fmt: skip
 
@@ -258,7 +299,7 @@ class CublasLibrary:
         self.calls: list[str] = []
         self.stream = 0  # that was set last
         self.streams: dict[int, int] = {}  # of a handle
-        for name in ("cublasCreate_v2", "cublasDestroy_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGemmEx"):
+        for name in ("cublasCreate_v2", "cublasDestroy_v2", "cublasSetStream_v2", "cublasSetWorkspace_v2", "cublasGetVersion_v2", "cublasGemmEx"):
             setattr(self, name, Function(getattr(self, "_" + name)))
 
     def _cublasCreate_v2(self, handle: Any) -> int:  # cuBLAS's names
@@ -275,6 +316,10 @@ class CublasLibrary:
     def _cublasSetWorkspace_v2(self, handle: Any, workspace: int, size: int) -> int:
         assert workspace % 256 == 0
         return self._called(f"workspace {size}")
+
+    def _cublasGetVersion_v2(self, handle: Any, version: Any) -> int:
+        version._obj.value = 120901
+        return 0
 
     def _called(self, what: str) -> int:
         self.calls.append(what)
@@ -293,6 +338,7 @@ class CublasLibrary:
         def multiply() -> None:
             product = scale * (left[:k].astype(np.float32).T @ right[:k].astype(np.float32))
             out[:m] = (product + keep * out[:m].astype(np.float32) if keep else product).astype(out.dtype)
+            Clock.spend("gemm", n)
 
         Stream.all[self.streams[handle.value] - 1].do(multiply)
         return self._called("gemm")

@@ -144,6 +144,8 @@ class IntegerModel:
     def poison(self, cache: CacheManager) -> None:
         """Overwrite every slot whose content nobody may rely on: of free blocks, and past the published end of cached ones."""
         idle = cache._pool.counts == 0
+        for late in self.submitted:
+            idle[late.plan.swap_out[:, 0]] = False  # to be read first of all
         offsets = np.arange(self.store.shape[1])
         self.store[idle[:, None] & (offsets[None, :] >= cache._tree.fill[:, None])] = POISON
 
