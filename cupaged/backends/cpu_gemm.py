@@ -13,7 +13,7 @@ from cupaged.backends.cpu_program import FIRST
 PLAIN, ADD, SILU = range(3)
 
 CHUNK_ROWS = 240
-"""Rows of a task: its sums and its rows of x stay in a core's second-level cache."""
+"""Most rows of a task: its sums and its rows of x stay in a core's second-level cache. A multiple of a tile's rows."""
 
 PANEL_ROWS = 512
 """Rows of K in a panel of unpacked weights: 64 KB for two groups."""

@@ -18,9 +18,7 @@ sums of a task stay in scratch memory till they are whole; then comes the epilog
 
 from __future__ import annotations
 
-from functools import cache
-
-from numba import carray
+from functools import cache, reduce
 
 from cupaged.backends.cpu_formats import FLOAT32, FORMATS, GROUP, TILE_COLUMNS
 from cupaged.backends.cpu_gemm import (
@@ -42,16 +40,20 @@ from cupaged.backends.cpu_gemm import (
 )
 from cupaged.backends.cpu_kernels.ir import (
     F32,
+    I64,
     LANES,
     Builder,
     Value,
+    at,
+    by_lanes,
     constant,
     emitter,
     exp,
     intrinsic_call,
     load,
-    pointer_to_float32,
+    loop,
     store,
+    switch,
     vector,
     word,
 )
@@ -75,40 +77,44 @@ _LONGEST = 128
 waits for memory."""
 
 
+def _silu_mul(b: Builder, gate: Value, up: Value) -> Value:
+    """silu(gate) * up."""
+    kind, lanes = gate.type, gate.type.count
+    one = constant(F32, lanes, 1.0)
+    e = exp(b, b.fneg(intrinsic_call(b, f"llvm.fabs.v{lanes}f32", kind, gate)))  # of -|gate|: never overflows
+    above = b.select(b.fcmp_ordered(">=", gate, constant(F32, lanes, 0.0)), one, e)
+    return b.fmul(b.fmul(gate, b.fdiv(above, b.fadd(one, e))), up)
+
+
 @emitter()
-def _silu_mul_row(b: Builder, row: Value) -> None:
-    """row[0:16] = silu(row[0:16]) * row[16:32], in place."""
-    kind, one = vector(F32, LANES), constant(F32, LANES, 1.0)
-    for lane in range(0, GROUP, LANES):
-        x, up = load(b, kind, row, 4 * lane), load(b, kind, row, 4 * (GROUP + lane))
-        e = exp(b, b.fneg(intrinsic_call(b, f"llvm.fabs.v{LANES}f32", kind, x)))  # of -|x|: never overflows
-        above = b.select(b.fcmp_ordered(">=", x, constant(F32, LANES, 0.0)), one, e)
-        store(b, b.fmul(b.fmul(x, b.fdiv(above, b.fadd(one, e))), up), row, 4 * lane)
+def _finish(
+    b: Builder, sums: Value, sums_stride: Value, rows: Value, epilogue: Value, bias: Value, up_bias: Value, width: Value, y: Value, y_stride: Value
+) -> None:
+    """The epilogue of a tile: sums [rows][32] to `width` columns of y. All addresses are of the tile's first number; bias 0: there is none."""
 
+    def case(number: int) -> None:
+        epilogue, biased = divmod(number, 2)
 
-@kernel
-def _finish(sums: int, sums_stride: int, rows: int, epilogue: int, bias: int, up_bias: int, width: int, y: int, y_stride: int) -> None:
-    """The epilogue of a tile: sums [rows][32] to `width` columns of y. All addresses are of the tile's first number."""
-    for r in range(rows):
-        source = sums + r * sums_stride
-        row = carray(pointer_to_float32(source), TILE_COLUMNS)
-        out = carray(pointer_to_float32(y + r * y_stride), width)
-        if bias != 0:
-            add = carray(pointer_to_float32(bias), width)
-            for c in range(width):
-                row[c] += add[c]
-        if epilogue == SILU:
-            if bias != 0:
-                add = carray(pointer_to_float32(up_bias), width)
-                for c in range(width):
-                    row[GROUP + c] += add[c]
-            _silu_mul_row(source)
-        if epilogue == ADD:
-            for c in range(width):
-                out[c] += row[c]
-        else:
-            for c in range(width):
-                out[c] = row[c]
+        def some(first: Value, lanes: int) -> None:
+            kind, offset = vector(F32, lanes), b.mul(first, I64(4))
+            terms = [load(b, kind, bias, offset)] if biased else []
+            up_terms = [load(b, kind, up_bias, offset)] if biased and epilogue == SILU else []
+
+            def row(r: Value, _: list[Value]) -> list[Value]:
+                source = b.add(at(b, sums, offset), b.mul(r, sums_stride))
+                target = b.add(at(b, y, offset), b.mul(r, y_stride))
+                result = reduce(b.fadd, terms, load(b, kind, source))
+                if epilogue == SILU:
+                    result = _silu_mul(b, result, reduce(b.fadd, up_terms, load(b, kind, source, 4 * GROUP)))
+                store(b, b.fadd(load(b, kind, target), result) if epilogue == ADD else result, target)
+                return []
+
+            loop(b, rows, [], row)
+
+        by_lanes(b, width, some)
+
+    has_bias = b.zext(b.icmp_signed("!=", bias, I64(0)), I64)
+    switch(b, b.add(b.mul(epilogue, I64(2)), has_bias), range(6), case)
 
 
 @kernel
@@ -120,14 +126,34 @@ def _tiles_of_task(rows: int, tiles: int, members: int, at_once: int) -> int:
 
 
 @kernel
-def _panel_product(team: int, ahead: int, more: int, rows: int, x: int, x_stride: int, low: int, high: int, count: int, sums: int) -> None:
-    """sums [rows][32] = (more, if it is not 0: sums +) x [rows][count] times a panel, by tiles of about the same height."""
+def _finish_tile(operation: int, row: int, rows: int, tile: int, sums: int, sums_stride: int) -> None:
+    """The epilogue of the tile's rows from `row` on, whose sums [rows][32] are whole."""
+    epilogue, columns, bias = word(operation, EPILOGUE), word(operation, N), word(operation, BIAS)
+    width = GROUP if epilogue == SILU else TILE_COLUMNS
+    column = tile * width
+    own_bias = bias + 4 * column if bias != 0 else 0
+    y_stride = word(operation, Y_STRIDE)
+    y = word(operation, Y) + row * y_stride + 4 * column
+    _finish(sums, sums_stride, rows, epilogue, own_bias, own_bias + 4 * columns, min(width, columns - column), y, y_stride)
+
+
+@kernel
+def _panel_product(team: int, operation: int, k: int, row: int, rows: int, low: int, high: int, tile: int, sums: int) -> None:
+    """sums [rows][32] = (k > 0: sums +) the rows of x from `row` on times a panel, whose first k it is, by register tiles of about the same height.
+
+    At the last panel each of them goes straight on to its epilogue: its stores are on their way while the next one is computed.
+    """
+    x_stride, count = word(operation, X_STRIDE), min(PANEL_ROWS, word(operation, K) - k)
+    x = word(operation, X) + row * x_stride + 4 * k
     left = rows
     for passes in range((rows + TILE_ROWS - 1) // TILE_ROWS, 0, -1):
         r, height = rows - left, (left + passes - 1) // passes
         left -= height
-        one, other, size = take_piece(team, ahead, x) if count == PANEL_ROWS else (x, x, 0)
-        tile_product_fetching(more, height, x + r * x_stride, x_stride, low, high, GROUP * 4, count, sums + r * _ROW, _ROW, one, other, size)
+        own = sums + r * _ROW
+        one, other, size = take_piece(team, operation + 8 * AHEAD, x) if count == PANEL_ROWS else (x, x, 0)
+        tile_product_fetching(k, height, x + r * x_stride, x_stride, low, high, GROUP * 4, count, own, _ROW, one, other, size)
+        if k + count == word(operation, K):
+            _finish_tile(operation, row + r, height, tile, own, _ROW)
 
 
 @cache
@@ -138,26 +164,25 @@ def gemm(format_index: int) -> Operation:
 
     @operation_kernel
     def gemm_operation(team: int, operation: int) -> None:
-        rows, columns, epilogue = word(word(operation, ROWS), 0), word(operation, N), word(operation, EPILOGUE)
+        rows, columns = word(word(operation, ROWS), 0), word(operation, N)
         x, x_stride, count = word(operation, X), word(operation, X_STRIDE), word(operation, K)
         w, group_bytes = word(operation, W), word(operation, GROUP_BYTES)
-        y, y_stride, bias = word(operation, Y), word(operation, Y_STRIDE), word(operation, BIAS)
-        ahead = operation + 8 * AHEAD
         sums = word(team, SCRATCH)
         panel = sums + CHUNK_ROWS * _ROW
-        width = GROUP if epilogue == SILU else TILE_COLUMNS
+        width = GROUP if word(operation, EPILOGUE) == SILU else TILE_COLUMNS
         groups = (columns + GROUP - 1) // GROUP * (TILE_COLUMNS // width)
         tiles = (columns + width - 1) // width
         at_once = 2 if rows <= THIN_ROWS else 1
         span = _tiles_of_task(rows, tiles, word(team, PARTS), at_once)
         spans = (tiles + span - 1) // span
-        chunks = (rows + CHUNK_ROWS - 1) // CHUNK_ROWS
+        chunks = max(1, (rows + CHUNK_ROWS - 1) // CHUNK_ROWS)
+        chunk_rows = ((rows + chunks - 1) // chunks + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         while True:
             task = take_task(team)
             if task >= spans * chunks:
                 return
-            row = task // spans * CHUNK_ROWS
-            part = min(CHUNK_ROWS, rows - row)
+            row = task // spans * chunk_rows
+            part = min(chunk_rows, rows - row)
             x_rows = x + row * x_stride
             tile = task % spans * span
             last = min(tile + span, tiles)
@@ -165,7 +190,7 @@ def gemm(format_index: int) -> Operation:
                 first = w + 2 * tile * group_bytes
                 second = first + group_bytes if 2 * tile + 1 < groups else first
                 pair = at_once == 2 and tile + 1 < last and 2 * tile + 3 < groups
-                sums_stride = _ROW
+                sums_stride, whole = _ROW, part
                 if pair:
                     sums_stride = 2 * _ROW
                     dot_rows(format_index, 4, _MOST_THIN, part, x_rows, x_stride, first, group_bytes, count // block_k, sums, sums_stride)
@@ -177,20 +202,16 @@ def gemm(format_index: int) -> Operation:
                         if n > 0:
                             dot_rows(format_index, 2, MAX_ROWS, n, x_rows + r * x_stride, x_stride, first, second - first, count // block_k, sums + r * _ROW, _ROW)
                 else:
+                    whole = 0 if is_float32 else MAX_ROWS  # the others are finished with their last panel
                     for k in range(0, count, PANEL_ROWS):
                         n, skip = min(PANEL_ROWS, count - k), k // block_k * block_bytes
-                        low, high, done = first + skip, second + skip, 0
+                        low, high = first + skip, second + skip
                         if not is_float32:
-                            done = MAX_ROWS
                             dot_rows_keeping(format_index, k, x_rows + 4 * k, x_stride, low, second - first, n // block_k, sums, _ROW, panel, _PANEL_BYTES)
                             low, high = panel, panel + _PANEL_BYTES
-                        some_x, some_sums = x_rows + 4 * k + done * x_stride, sums + done * _ROW
-                        _panel_product(team, ahead, k, part - done, some_x, x_stride, low, high, n, some_sums)
+                        _panel_product(team, operation, k, row + whole, part - whole, low, high, tile, sums + whole * _ROW)
                 for i in range(1 + pair):
-                    column = (tile + i) * width
-                    own_bias = bias + 4 * column if bias != 0 else 0
-                    target = y + row * y_stride + 4 * column
-                    _finish(sums + i * _ROW, sums_stride, part, epilogue, own_bias, own_bias + 4 * columns, min(width, columns - column), target, y_stride)
+                    _finish_tile(operation, row, whole, tile + i, sums + i * _ROW, sums_stride)
                 tile += 1 + pair
 
     return gemm_operation

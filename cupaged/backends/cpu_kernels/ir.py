@@ -97,6 +97,17 @@ def shuffle(b: Builder, x: Value, y: Value, indices: Sequence[int]) -> Value:
     return b.shuffle_vector(x, y, ir.Constant(vector(I32, len(indices)), list(indices)))
 
 
+def transposed(b: Builder, rows: Sequence[Value]) -> list[Value]:
+    """The columns of n vectors of n lanes: vector c holds lane c of each. n is a power of two."""
+    columns, n = list(rows), len(rows)
+    for span in (1 << i for i in range(n.bit_length() - 1)):  # squares of 2 * span: their upper right and lower left change places
+        for low in (i for i in range(n) if not i & span):
+            x, y = columns[low], columns[low + span]
+            columns[low] = shuffle(b, x, y, [n + lane - span if lane & span else lane for lane in range(n)])
+            columns[low + span] = shuffle(b, x, y, [n + lane if lane & span else lane + span for lane in range(n)])
+    return columns
+
+
 def halves_sum(b: Builder, x: Value) -> Value:
     """The sum of a vector's lanes, the halves added to each other until one lane is left: a fixed order."""
     lanes = x.type.count
@@ -134,15 +145,19 @@ def at(b: Builder, address: Value, offset: int | Value) -> Value:
     return b.add(address, offset)
 
 
+def _alignment(kind: Any) -> int:
+    """That of a type's elements."""
+    element = kind.element if isinstance(kind, ir.VectorType) else kind
+    return 2 if element == F16 else max(1, getattr(element, "width", 32) // 8)
+
+
 def load(b: Builder, kind: Any, address: Value, offset: int | Value = 0) -> Value:
     """A value of a type; no alignment is assumed beyond that of its elements."""
-    element = kind.element if isinstance(kind, ir.VectorType) else kind
-    align = 2 if element == F16 else max(1, getattr(element, "width", 32) // 8)
-    return b.load(b.inttoptr(at(b, address, offset), kind.as_pointer()), align=align)
+    return b.load(b.inttoptr(at(b, address, offset), kind.as_pointer()), align=_alignment(kind))
 
 
 def store(b: Builder, value: Value, address: Value, offset: int | Value = 0) -> None:
-    b.store(value, b.inttoptr(at(b, address, offset), value.type.as_pointer()), align=1 if value.type == I8 else 4)
+    b.store(value, b.inttoptr(at(b, address, offset), value.type.as_pointer()), align=_alignment(value.type))
 
 
 def prefetch(b: Builder, address: Value, offset: int | Value = 0, level: int = 1) -> None:
@@ -174,6 +189,19 @@ def loop(b: Builder, count: Value, carried: Sequence[Value], body: Callable[[Val
     b.branch(test)
     b.position_at_end(done)
     return held
+
+
+def by_lanes(b: Builder, count: Value, body: Callable[[Value, int], None]) -> None:
+    """Run body(first, lanes) for all of `count` numbers: LANES at a time, then one by one."""
+
+    def run(first: Value, lanes: int) -> list[Value]:
+        body(first, lanes)
+        return []
+
+    whole = b.udiv(count, I64(LANES))
+    done = b.mul(whole, I64(LANES))
+    loop(b, whole, [], lambda i, _: run(b.mul(i, I64(LANES)), LANES))
+    loop(b, b.sub(count, done), [], lambda i, _: run(b.add(done, i), 1))
 
 
 def switch(b: Builder, value: Value, cases: Sequence[int], body: Callable[[int], None]) -> None:
