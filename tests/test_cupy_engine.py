@@ -103,17 +103,11 @@ def test_beams_and_a_16_bit_checkpoint() -> None:
     assert len(beams.sequences) == 3
 
 
-def test_damaged_logits_are_an_error_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_logits_are_an_error_when_they_are_read() -> None:
     llm = LLM(MODEL, device="cuda", dtype="float32", **ROOMY)
-    backend = llm.engine._runner._backend
-    honest = backend.norm_linear
-
-    def damaged(*given: Any, normed: Any, out: Any) -> None:
-        honest(*given, normed=normed, out=out)
-        if out.shape[1] == llm.engine.model_config.vocab_size:
-            backend._device.fill(out, np.full(out.shape, np.nan, np.float32))
-
-    monkeypatch.setattr(backend, "norm_linear", damaged)
+    runner = llm.engine._runner
+    norm = runner._model.weights.final_norm
+    runner._backend._device.fill(norm, np.full(norm.shape, np.nan, np.float32))
     with pytest.raises(Exception, match="the logits hold NaN or infinity"):
         tokens(llm)
 
@@ -243,7 +237,7 @@ def test_a_gpu_computes_larger_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fake_cupy.Device, "count", count)
         engine = LLM(MODEL, num_blocks=60, block_size=4, max_model_len=64).engine
         assert (engine.config.device, engine.config.max_num_batched_tokens, engine.config.max_num_seqs) == expected
-        assert (engine._scheduler._max_num_batched_tokens, engine._scheduler._max_num_seqs, len(engine._runner._hidden)) == (*expected[1:], expected[1])
+        assert (engine._scheduler._max_num_batched_tokens, engine._scheduler._max_num_seqs, len(engine._runner._all.hidden)) == (*expected[1:], expected[1])
 
 
 @pytest.mark.parametrize(

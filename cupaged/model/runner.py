@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,8 +12,11 @@ from cupaged.model import batch as batches
 from cupaged.model import sampler
 from cupaged.model.kv_store import KVStore
 from cupaged.model.late_output import LateCandidates, LateLogprobs, LateOutput
-from cupaged.model.llama import Buffers, Llama, forward, head
+from cupaged.model.llama import Buffers, Llama, attend, finish, forward, head
 from cupaged.step_plan import IntArray, ModelOutput, SampleSpec, StepPlan
+
+LogitsOf = Callable[[IntArray], Array]
+"""Rows of a step -> their logits."""
 
 LOGPROB_ROWS = 64
 """Prompt logprobs are computed in chunks of so many rows: logits of a whole prompt would not fit in memory."""
@@ -49,20 +52,25 @@ class Runner:
             ),
             self._chosen,
         )
-        self._hidden = buffers.hidden
         logit_rows = max(max_seqs, LOGPROB_ROWS)
-        self._rows, self._normed = (backend.empty((logit_rows, config.hidden_size), backend.activations) for _ in range(2))
+        self._all, self._few = buffers, Buffers.allocate(backend, config, logit_rows)
         self._logits = backend.empty((logit_rows, config.vocab_size), np.float32)
-        batch, logits = self._batch, self._logits  # and not self: a runner that is dropped must give its memory back at once
+        batch, few, logits = self._batch, self._few, self._logits  # and not self: a runner that is dropped must give its memory back at once
 
         def forward_and_head(rows: int) -> None:
             mine = buffers.first(rows)
             forward(backend, model, kv, batch, mine)
             head(backend, model, mine.hidden, mine.normed, logits[:rows])
 
+        def rest(rows: int) -> None:
+            mine = few.first(rows)
+            finish(backend, model, mine)
+            head(backend, model, mine.hidden, mine.normed, logits[:rows])
+
+        self._attend = backend.record(lambda rows: attend(backend, model, kv, batch, buffers.first(rows)), max_rows)
+        self._rest = backend.record(rest, logit_rows)
         self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
-        # where the host waits for every call, a step whose rows all choose a token is one call
-        self._forward_and_head = None if backend.asynchronous else backend.record(forward_and_head, max_seqs)
+        self._forward_and_head = backend.record(forward_and_head, max_seqs)  # of rows that all choose a token: one call, or graph
 
     def run(self, plan: StepPlan) -> ModelOutput:
         """Compute a (non-empty) plan."""
@@ -77,25 +85,36 @@ class Runner:
         self._kv.move_blocks(plan)
         batch = batches.build(plan)
         self._backend.set_batch(self._batch, batch.token_ids, batch.attention, batch.sources)
-        if self._forward_and_head is not None and _all_choose(plan):
+        if _all_choose(plan):
             self._forward_and_head(plan.num_tokens)
             return LateOutput(*self._sample(plan.samples, self._logits[: plan.num_tokens]), {}, None)
-        self._forward(plan.num_tokens)
-        hidden, rows = self._hidden[: plan.num_tokens], batch.sample_rows
-        prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, hidden)
-        candidates = self._candidates(plan, batch.attention.query_start, hidden)
-        token_ids, logprobs = self._sample(plan.samples, self._head(hidden, rows)) if len(rows) else (None, None)
+        if plan.num_decode == plan.num_tokens:
+            self._forward(plan.num_tokens)
+            logits_of = self._head
+        else:
+            self._attend(plan.num_tokens)
+            logits_of = self._finish
+        prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, logits_of)
+        candidates = self._candidates(plan, batch.attention.query_start, logits_of)
+        token_ids, logprobs = self._sample(plan.samples, logits_of(batch.sample_rows)) if len(batch.sample_rows) else (None, None)
         return LateOutput(token_ids, logprobs, prompt_logprobs, candidates)
 
-    def _head(self, hidden: Array, rows: IntArray) -> Array:
-        """Logits [len(rows), V] of some rows, in the one logits buffer."""
-        chosen, logits = self._rows[: len(rows)], self._logits[: len(rows)]
-        if len(rows) == len(hidden) and (rows == np.arange(len(rows))).all():
-            chosen = hidden
-        else:
-            self._backend.gather_rows(hidden, self._backend.upload(rows), out=chosen)
-        head(self._backend, self._model, chosen, self._normed[: len(rows)], logits)
+    def _head(self, rows: IntArray) -> Array:
+        """Logits [len(rows), V] of some rows of a step that was computed to its end, in the one logits buffer."""
+        count = len(rows)
+        few, logits = self._few.first(count), self._logits[:count]
+        self._backend.gather_rows(self._all.hidden, self._backend.upload(rows), out=few.hidden)
+        head(self._backend, self._model, few.hidden, few.normed, logits)
         return logits
+
+    def _finish(self, rows: IntArray) -> Array:
+        """The same of a step that was computed up to the last layer's attention."""
+        count = len(rows)
+        few, uploaded = self._few.first(count), self._backend.upload(rows)
+        self._backend.gather_rows(self._all.hidden, uploaded, out=few.hidden)
+        self._backend.gather_rows(self._all.attention, uploaded, out=few.attention)
+        self._rest(count)
+        return self._logits[:count]
 
     def _sample(self, specs: Sequence[SampleSpec], logits: Array) -> tuple[Download, LateLogprobs | None]:
         """The chosen tokens, and their logprobs if anybody wants them."""
@@ -110,17 +129,17 @@ class Runner:
         logprobs = None if untouched is None else self._logprobs(untouched, token_ids, wanted)
         return backend.download_later(token_ids), logprobs
 
-    def _candidates(self, plan: StepPlan, query_start: IntArray, hidden: Array) -> LateCandidates | None:
+    def _candidates(self, plan: StepPlan, query_start: IntArray, logits_of: LogitsOf) -> LateCandidates | None:
         """The likeliest next tokens of the beams."""
         beams = [(row, item) for row, item in zip(query_start[1:] - 1, plan.sequences, strict=True) if item.num_candidates]
         if not beams:
             return None
-        logits = self._head(hidden, np.array([row for row, _ in beams], np.int32))
+        logits = logits_of(np.array([row for row, _ in beams], np.int32))
         most = min(max(item.num_candidates for _, item in beams), logits.shape[1])
         ids, logprobs = (self._backend.download_later(array) for array in self._backend.beam_candidates(logits, most))
         return LateCandidates(ids, logprobs, [(item.seq_id, item.num_candidates) for _, item in beams])
 
-    def _prompt_logprobs(self, plan: StepPlan, query_start: IntArray, hidden: Array) -> dict[int, list[LateLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, query_start: IntArray, logits_of: LogitsOf) -> dict[int, list[LateLogprobs]]:
         reports: dict[int, list[LateLogprobs]] = {}
         for first_row, item in zip(query_start[:-1], plan.sequences, strict=True):
             if item.prompt_targets is None or item.prompt_logprobs is None or not len(item.prompt_targets):
@@ -129,7 +148,7 @@ class Runner:
             for start in range(0, len(item.prompt_targets), LOGPROB_ROWS):
                 targets = item.prompt_targets[start : start + LOGPROB_ROWS]
                 rows = np.arange(first_row + start, first_row + start + len(targets), dtype=np.int32)
-                logits = self._head(hidden, rows)
+                logits = logits_of(rows)
                 chunks.append(self._logprobs(logits, self._backend.upload(targets), item.prompt_logprobs))
             reports[item.seq_id] = chunks
         return reports

@@ -55,7 +55,7 @@ class HostShare:
         self._sequences = sequences
         runner = llm.engine._runner
         self._watches = {
-            "model": [Stopwatch(runner, name) for name in ("_forward", "_forward_and_head", "_head")],
+            "model": [Stopwatch(runner, name) for name in ("_forward", "_forward_and_head", "_attend", "_finish", "_head")],
             "sampling": [Stopwatch(runner._backend, "sample")],  # type: ignore[attr-defined]  # the protocol hides it
         }
         self._before = time.perf_counter()
