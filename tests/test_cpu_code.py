@@ -135,11 +135,47 @@ def test_two_processes_may_compile_the_same_at_once(tmp_path: Path) -> None:
     assert {path.stem for path in folder.iterdir()} == {"rms_norm", "run"}
 
 
+def test_work_is_shared_so_that_processes_end_together() -> None:
+    shares = cpu_code._shares(["run", "gemm-5", "attention", "sample_rows", "rms_norm"], 2)
+    assert shares == [["attention", "rms_norm"], ["gemm-5", "sample_rows", "run"]]
+    assert cpu_code._shares(["run"], 8) == [["run"]]
+    assert cpu_code._shares([], 2) == []
+
+
+def test_what_is_on_its_way_is_not_compiled_again_but_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_code, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu_code, "_workers", {})
+    started: list[list[str]] = []
+    monkeypatch.setattr(cpu_code, "_Worker", slow_worker(started, tmp_path))
+    cpu_code.prepare(["gemm-5", "run"])
+    cpu_code.prepare(["gemm-5"])
+    assert cpu_code.compile_missing(["run", "gemm-5"]) == 2
+    assert sorted(name for names in started for name in names) == ["gemm-5", "run"]
+    assert cpu_code.compile_missing(["run", "gemm-5"]) == 0
+
+
+def slow_worker(started: list[list[str]], folder: Path) -> type:
+    """Files are there when they are waited for, and not before."""
+
+    class Worker:
+        def __init__(self, names: list[str]) -> None:
+            self.names = names
+            started.append(names)
+
+        def wait(self) -> None:
+            for name in self.names:
+                cpu_code.code_file(folder, name).touch()
+
+    return Worker
+
+
 def test_why_nothing_could_be_compiled_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cpu_code, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu_code, "_workers", {})
     monkeypatch.setattr(cpu_code, "_WORKER", "raise OSError('no space left')")
     with pytest.raises(BackendError, match=r"^the CPU kernels cannot be compiled: OSError: no space left$"):
         cpu_code.compile_missing(["rms_norm"])
+    monkeypatch.setattr(cpu_code, "_workers", {})
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(BackendError, match="does not know its own program"):
         cpu_code.compile_missing(["rms_norm"])

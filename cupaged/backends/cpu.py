@@ -88,7 +88,7 @@ class CpuBackend:
         self.threads = threads or usable_cores()
         self.dtype = dtype
         self._kv_kind = kind_of(kv_dtype)
-        cpu_code.compile_missing(kernels_of(self._kv_kind))
+        cpu_code.prepare(kernels_of(self._kv_kind))
         self._crew = Crew(self.threads, pin=pin)
         self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
         self._counts = sampling.TokenCounts()
@@ -291,9 +291,9 @@ class CpuBackend:
 
 
 def _ready(matrix: PackedMatrix) -> PackedMatrix:
-    """Its kernels are there, too."""
+    """Its kernels are on their way, too, while other matrices are loaded."""
     for part in matrix.parts:
-        cpu_code.compile_missing(kernels_over(part.kind))
+        cpu_code.prepare(kernels_over(part.kind))
     return matrix
 
 

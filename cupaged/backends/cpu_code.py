@@ -41,7 +41,7 @@ OPERATIONS = {
     "take_step": "batch",
     "dismiss": "program", "lead": "program", "run": "program", "serve": "program",
 }  # fmt: skip
-"""All operations, those that take longest to compile first, and the modules of cpu_kernels that hold their sources."""
+"""All operations, and the modules of cpu_kernels that hold their sources."""
 
 ENTRY = "operation"
 """The function of a file: void(int64 member, int64 operation)."""
@@ -144,41 +144,69 @@ def missing(names: Sequence[str]) -> list[str]:
 
 # ---- compiling
 
-_compiling = threading.Lock()
+_SECONDS = {"attention": 6.0, "gemm": 4.0, "take_step": 1.5, "sample_rows": 1.5}
+"""About how long an operation takes to compile; others half a second."""
 
 _WORKER = "import sys; sys.path[:] = {path!r}; from cupaged.backends.cpu_kernels import compiler; compiler.main(sys.argv[1:])"
 
 
-def compile_missing(names: Sequence[str]) -> int:
-    """Compile the operations that have no file yet, in as many processes as there are cores; returns how many they were.
+class _Worker:
+    """A process that compiles some operations."""
 
-    Raises BackendError with the reason if they cannot be compiled.
-    """
-    with _compiling:
-        wanted = sorted(missing(names), key=lambda name: list(OPERATIONS).index(name.partition("-")[0]))
-        if not wanted:
-            return 0
-        size = min(len(wanted), usable_cores())
-        workers = [_worker(wanted[first::size]) for first in range(size)]
-        try:
-            reports = [(worker.communicate()[1], worker.returncode) for worker in workers]
-        except BaseException:
-            for worker in workers:
-                worker.kill()
-            raise
-    for report, status in reports:
-        if status:
-            reason = (report.splitlines() or [f"the compiler ended with {status}"])[-1]
+    def __init__(self, names: Sequence[str]) -> None:
+        if not sys.executable:
+            raise BackendError("the CPU kernels cannot be compiled: this Python does not know its own program")
+        code = _WORKER.format(path=[os.path.abspath(path) for path in sys.path])
+        command = [sys.executable, "-c", code, str(folder()), *names]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        self._lock = threading.Lock()
+        self._report = ""
+
+    def wait(self) -> None:
+        """Raises BackendError with the reason if they could not be compiled."""
+        with self._lock:
+            if self._process.returncode is None:
+                try:
+                    self._report = self._process.communicate()[1]
+                except BaseException:
+                    self._process.kill()
+                    raise
+        if self._process.returncode:
+            reason = (self._report.splitlines() or [f"the compiler ended with {self._process.returncode}"])[-1]
             raise BackendError(f"the CPU kernels cannot be compiled: {reason}")
+
+
+_workers: dict[str, _Worker] = {}
+"""Who compiles an operation, or has compiled it."""
+
+_starting = threading.Lock()
+
+
+def compile_missing(names: Sequence[str]) -> int:
+    """Compile the operations that have no file yet; returns how many they were. Raises BackendError if they cannot be compiled."""
+    wanted = missing(names)
+    prepare(wanted)
+    for worker in {id(worker): worker for worker in map(_workers.get, wanted) if worker is not None}.values():
+        worker.wait()
     return len(wanted)
 
 
-def _worker(names: Sequence[str]) -> subprocess.Popen[str]:
-    if not sys.executable:
-        raise BackendError("the CPU kernels cannot be compiled: this Python does not know its own program")
-    code = _WORKER.format(path=[os.path.abspath(path) for path in sys.path])
-    command = [sys.executable, "-c", code, str(folder()), *names]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+def prepare(names: Sequence[str]) -> None:
+    """Begin to compile what is missing, in as many processes as there are cores. Raises BackendError if none can be started."""
+    with _starting:
+        wanted = [name for name in missing(names) if name not in _workers]
+        for share in _shares(wanted, usable_cores()):
+            _workers.update(dict.fromkeys(share, _Worker(share)))
+
+
+def _shares(names: Sequence[str], parts: int) -> list[list[str]]:
+    """Cut work into parts that take about the same time: the longest first, always to whom has least."""
+    shares: list[tuple[float, list[str]]] = [(0.0, []) for _ in range(parts)]
+    costs = {name: _SECONDS.get(name.partition("-")[0], 0.5) for name in names}
+    for name in sorted(names, key=lambda name: -costs[name]):
+        least = min(range(parts), key=lambda part: shares[part][0])
+        shares[least] = shares[least][0] + costs[name], [*shares[least][1], name]
+    return [share for _, share in shares if share]
 
 
 # ---- loading
