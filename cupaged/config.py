@@ -232,8 +232,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.overlap and kind in ("cpu", "reference"):
             raise ConfigError(f"device {self.device} computes in the host's own time, so nothing can overlap with it: leave overlap out, or take cuda")
-        if self.pin_threads and kind not in ("auto", "cpu"):
-            raise ConfigError(f"pin_threads is for the CPU's threads; device {self.device} has none")
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {shown(share)}")

@@ -23,20 +23,20 @@ from cupaged.conformance.subject import Subject
 from cupaged.errors import ConfigError, InvariantError
 from tests.support.kernels import skip_without_compiler, skip_without_gpu_device
 
-DEVICES = ("reference", "cpu", "cpu team", "emu")
+DEVICES = ("reference", "cpu", "cpu crew", "emu")
 
 
 @contextmanager
 def opened(name: str, dtype: str = "float32", kv_dtype: str = "float32") -> Iterator[Subject]:
-    """A backend by name; "cpu team" hands even the smallest work to its three threads."""
+    """A backend by name; "cpu crew" hands even the smallest work to its three threads."""
     if name == "emu":
         skip_without_compiler()
     if name == "cuda":
         skip_without_gpu_device()
     with pytest.MonkeyPatch.context() as patch:
-        if name == "cpu team":
-            patch.setattr("cupaged.backends.cpu.TEAM_WORK", 0)
-        yield _open(name.split()[0], dtype, kv_dtype, threads=3 if name == "cpu team" else 1)
+        if name == "cpu crew":
+            patch.setattr("cupaged.backends.cpu.CREW_WORK", 0)
+        yield _open(name.split()[0], dtype, kv_dtype, threads=3 if name == "cpu crew" else 1)
 
 
 _open = functools.cache(conformance.open_subject)

@@ -112,6 +112,12 @@ def test_a_damaged_file_is_named(damage: bytes, tmp_path: Path) -> None:
         cpu_code.map_image(path)
 
 
+@only_images
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match=r"cannot read the CPU kernel .*gemm-5\.code: No such file"):
+        cpu_code.map_image(tmp_path / "gemm-5.code")
+
+
 def test_where_no_image_is_mapped_llvm_loads_the_object(tmp_path: Path) -> None:
     path = tmp_path / "rms_norm.o"
     path.write_bytes(compiler.compile_object(compiler.operation("rms_norm")))
@@ -152,6 +158,9 @@ def test_what_is_on_its_way_is_not_compiled_again_but_waited_for(monkeypatch: py
     assert cpu_code.compile_missing(["run", "gemm-5"]) == 2
     assert sorted(name for names in started for name in names) == ["gemm-5", "run"]
     assert cpu_code.compile_missing(["run", "gemm-5"]) == 0
+    cpu_code.code_file(tmp_path, "run").unlink()
+    assert cpu_code.compile_missing(["run", "gemm-5"]) == 1
+    assert started[-1] == ["run"]
 
 
 def slow_worker(started: list[list[str]], folder: Path) -> type:

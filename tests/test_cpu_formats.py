@@ -220,31 +220,31 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
 
     import numba
 
-    from cupaged.backends.cpu_kernels import tile as cpu_tile
-    from cupaged.backends.cpu_kernels import unpack as cpu_unpack
+    from cupaged.backends.cpu_kernels import unpack
+    from cupaged.backends.cpu_kernels.tile import tile_product
 
-    index, most = kind.index, cpu_unpack.MAX_ROWS
+    index, most = kind.index, unpack.MAX_ROWS
     jit = numba.njit(error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"})
 
     @jit
     def panel_of(w: int, blocks: int, panel: int) -> None:
-        cpu_unpack.unpack_panel(index, w, blocks, panel)
+        unpack.unpack_panel(index, w, blocks, panel)
 
     @jit
     def dot(rows: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int) -> None:
-        cpu_unpack.dot_rows(index, 2, most, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
+        unpack.dot_rows(index, 2, most, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
 
     @jit
     def wide_dot(rows: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int) -> None:
-        cpu_unpack.dot_rows(index, 4, 2, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
+        unpack.dot_rows(index, 4, 2, rows, x, x_stride, w, group_stride, blocks, y, y_stride)
 
     @jit
     def keep(more: int, x: int, x_stride: int, w: int, group_stride: int, blocks: int, y: int, y_stride: int, panel: int, panel_bytes: int) -> None:
-        cpu_unpack.dot_rows_keeping(index, more, x, x_stride, w, group_stride, blocks, y, y_stride, panel, panel_bytes)
+        unpack.dot_rows_keeping(index, more, x, x_stride, w, group_stride, blocks, y, y_stride, panel, panel_bytes)
 
     @jit
     def tile(rows: int, x: int, x_stride: int, first: int, second: int, count: int, y: int, y_stride: int, more: int) -> None:
-        cpu_tile.tile_product(more, rows, x, x_stride, first, second, 64, count, y, y_stride)
+        tile_product(more, rows, x, x_stride, first, second, 64, count, y, y_stride)
 
     digest = hashlib.sha256()
     for width in widths:
@@ -256,8 +256,8 @@ def check_paths(kind: Format, widths: tuple[int, ...]) -> str:
         assert np.isnan(panels[:, width]).all()
         expected = cpu_formats.unpack(weights, kind, 64, width)
         assert_same_bits(panels[:, :width].transpose(0, 2, 1).reshape(64, width) + 0.0, expected + 0.0)
-        x = np.random.default_rng(width).standard_normal((cpu_unpack.MAX_ROWS, width + 3)).astype(np.float32)
-        for rows in range(1, cpu_unpack.MAX_ROWS + 1):
+        x = np.random.default_rng(width).standard_normal((unpack.MAX_ROWS, width + 3)).astype(np.float32)
+        for rows in range(1, unpack.MAX_ROWS + 1):
             reference = np.empty((rows, 64), np.float32)
             for group in (0, 2):
                 for row in range(rows):
@@ -285,17 +285,17 @@ def check_dot(dot: Any, weights: np.ndarray, x: np.ndarray, reference: np.ndarra
 
 def check_keeping(keep: Any, tile: Any, weights: np.ndarray, panels: np.ndarray, x: np.ndarray) -> None:
     """dot_rows_keeping: the panels that it leaves, and its sums, added to others or not."""
-    from cupaged.backends.cpu_kernels import unpack as cpu_unpack
+    from cupaged.backends.cpu_kernels import unpack
 
     width = panels.shape[1] - 1
     for more in (0, 1):
-        y = np.full((cpu_unpack.MAX_ROWS + 1, 34), 0.25, np.float32)
+        y = np.full((unpack.MAX_ROWS + 1, 34), 0.25, np.float32)
         reference, kept = y.copy(), np.full((2, width + 1, 16), np.nan, np.float32)
         into = kept.ctypes.data, kept.strides[0]
         keep(more, x.ctypes.data, x.strides[0], weights.ctypes.data, weights.strides[0], weights.shape[1], y.ctypes.data, y.strides[0], *into)
         if not more:
             reference[:-1, :32] = 0
-        for row in range(cpu_unpack.MAX_ROWS):
+        for row in range(unpack.MAX_ROWS):
             tile(1, x[row:].ctypes.data, x.strides[0], panels[0].ctypes.data, panels[1].ctypes.data, width, reference[row:].ctypes.data, 0, more)
         assert_same_bits(y, reference)
         assert_same_bits(kept[:, :width], panels[:2, :width])
@@ -308,11 +308,11 @@ VARIANTS = [(16, 32, True), (8, 16, True), (4, 32, False)]
 
 _CHILD = """
 import sys
-from cupaged.backends.cpu_kernels import ir as cpu_ir
-cpu_ir.LANES, cpu_ir.REGISTERS = int(sys.argv[1]), int(sys.argv[2])
-from cupaged.backends.cpu_kernels import unpack as cpu_unpack
+from cupaged.backends.cpu_kernels import ir
+ir.LANES, ir.REGISTERS = int(sys.argv[1]), int(sys.argv[2])
+from cupaged.backends.cpu_kernels import unpack
 if sys.argv[3] == "False":
-    cpu_unpack.CONVERTS_HALVES = False
+    unpack.CONVERTS_HALVES = False
 import test_cpu_formats as tests
 for kind in tests.FORMATS:
     if kind.name in sys.argv[4:]:

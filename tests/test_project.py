@@ -63,6 +63,7 @@ def test_every_path_in_the_file_tree_exists() -> None:
         ("cli/chat.py", "import cupaged.backends.cpu", "A backend is opened by the loader"),
         ("cli/kernels/check.py", "import cupy", "Native code and devices are reached through backends"),
         ("backends/cpu.py", "import numba", "Numba compiles the CPU kernels"),
+        ("backends/cpu.py", "import llvmlite", "LLVM compiles them"),
         ("backends/cpu.py", "import cupaged.backends.cpu_kernels.gemm", "Numba compiles the CPU kernels"),
         ("llm.py", "import rich", "click and rich belong to the command line"),
         ("cli/pull.py", "import subprocess", "Other programs are started by backends"),

@@ -53,8 +53,8 @@ def open_backend(
 
     `threads` and `pin` are for the CPU backend (cpu_threads.Crew); None: the cores this process may use. `announce` is told, in a line for the user,
     of something that takes long: kernels that have to be compiled. `dtype` and `kv_dtype` are an EngineConfig's;
-    `graphs`: cuda and emu capture decode steps and replay them. Raises ConfigError for another device, BackendError where
-    a GPU cannot be used, or emu finds no C++ compiler.
+    `graphs`: cuda and emu capture decode steps and replay them. Raises ConfigError for another device, or where
+    threads cannot be pinned, BackendError where a GPU cannot be used, or emu finds no C++ compiler.
     """
     kind, _, index = device.partition(":")
     if kind in ("auto", "cpu"):
@@ -92,7 +92,7 @@ def _open_cpu(threads: int | None, announce: Callable[[str], None] | None, dtype
 
     try:
         if announce is not None and cpu_code.missing(["attention"]):
-            announce("compiling the CPU kernels, once on this machine (10 to 30 s)")
+            announce("compiling the CPU kernels, once on this machine (10 to 20 s)")
         return CpuBackend(threads, dtype, kv_dtype, pin=pin)
     except BackendError as error:  # no Numba for this platform and Python, or no right to run what it made
         from cupaged.backends.reference import ReferenceBackend

@@ -40,8 +40,8 @@ from cupaged.backends.download import Arrived, put
 from cupaged.errors import InvariantError
 from cupaged.tensor_source import TensorSource
 
-TEAM_WORK = 30_000
-"""Numbers touched (about 15 us of work) from which an operation by itself is worth handing to the team."""
+CREW_WORK = 30_000
+"""Numbers touched (about 15 us of work) from which an operation by itself is worth handing to the crew."""
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -149,7 +149,7 @@ class CpuBackend:
             record.arrays += [word for word in words if isinstance(word, np.ndarray)]
             return
         record.rows[0] = rows
-        self._crew.run(table[None], alone=work < TEAM_WORK)
+        self._crew.run(table[None], alone=work < CREW_WORK)
 
     def _join(self, batch: CpuBatch, rows: int) -> None:
         """An operation of `rows` rows reads a batch, which must have as many: now, or whenever the program runs."""

@@ -53,7 +53,8 @@ MAPS_IMAGES = sys.platform == "linux" and platform.machine() == "x86_64"
 """Elsewhere LLVM loads objects, which takes its memory."""
 
 REGISTERS_WANTED = os.environ.get("CUPAGED_CPU_REGISTERS", "")
-"""Compile for registers of so many float32 numbers, and for so many of them ("4,32"), instead of for this processor's own."""
+"""Compile for registers of so many float32 numbers, and for so many of them ("4,32"), instead of for this processor's own: so tests see
+the code of other processors."""
 
 Function = Callable[[int, int], None]
 
@@ -64,6 +65,7 @@ _loaded: dict[str, int] = {}
 
 
 def code_file(folder: Path, name: str) -> Path:
+    """The file of an operation, which may be missing; `name` with its number behind a dash where it comes in several."""
     return folder / f"{name}.{'code' if MAPS_IMAGES else 'o'}"
 
 
@@ -139,6 +141,7 @@ def _processor() -> str:
 
 
 def missing(names: Sequence[str]) -> list[str]:
+    """The operations that have no file. Raises BackendError without Numba."""
     return [name for name in names if not code_file(folder(), name).exists()]
 
 
@@ -177,7 +180,7 @@ class _Worker:
 
 
 _workers: dict[str, _Worker] = {}
-"""Who compiles an operation, or has compiled it."""
+"""Who compiles an operation, until somebody has waited for it."""
 
 _starting = threading.Lock()
 
@@ -188,6 +191,8 @@ def compile_missing(names: Sequence[str]) -> int:
     prepare(wanted)
     for worker in {id(worker): worker for worker in map(_workers.get, wanted) if worker is not None}.values():
         worker.wait()
+    for name in wanted:  # a file that is deleted later is compiled again
+        _workers.pop(name, None)
     return len(wanted)
 
 
@@ -217,12 +222,15 @@ _kept: list[Any] = []
 
 def map_image(path: Path) -> int:
     """Map an image, whose pages all processes share, and return where its function is. Raises BackendError."""
-    with open(path, "rb") as file:
-        size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
-        magic, entry = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0)
-        if magic != MAGIC or entry >= size:
-            raise BackendError(f"{path} holds no CPU kernel: delete it")
-        image = np.frombuffer(_executable(file.fileno(), path), np.uint8)
+    try:
+        with open(path, "rb") as file:
+            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
+            magic, entry = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0)
+            if magic != MAGIC or entry >= size:
+                raise BackendError(f"{path} holds no CPU kernel: delete it")
+            image = np.frombuffer(_executable(file.fileno(), path), np.uint8)
+    except OSError as error:
+        raise BackendError(f"cannot read the CPU kernel {path}: {error.strerror or error}") from None
     _kept.append(image)
     return int(image.ctypes.data) + int(entry)
 

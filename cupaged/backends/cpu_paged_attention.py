@@ -23,7 +23,7 @@ def padded(head_dim: int) -> int:
 
 
 def scratch_bytes(group: int, head_dim: int) -> int:
-    """Scratch memory that a member of the team needs."""
+    """Scratch memory that a member of the crew needs."""
     width, rows = padded(head_dim), TASK_ROWS * group
     return 4 * (rows * (head_dim + TILE_KEYS + width + 2) + TILE_KEYS * (head_dim + width)) + 1024
 

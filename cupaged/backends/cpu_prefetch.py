@@ -4,7 +4,7 @@ A product of many rows is bound by arithmetic and leaves the memory idle; attent
 while registers multiply, the cache lines of the blocks that come next are asked for, now and then a few, and
 lie in the last-level cache when attention begins (cpu_kernels/prefetch.py). It is a hint only: results do not depend on it.
 
-What is fetched is cut into pieces of PIECE bytes of a block's keys, and as many of its values. Member p of a team takes
+What is fetched is cut into pieces of PIECE bytes of a block's keys, and as many of its values. Member p of a crew takes
 those of the blocks p, p + parts, ... of the batch's list (cpu_batch.BLOCKS), and remembers in its word CURSOR how far it is.
 """
 

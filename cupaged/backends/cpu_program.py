@@ -1,4 +1,4 @@
-"""Program: the operations of a forward pass as a table of numbers, run by a whole team of threads in one call without the GIL.
+"""Program: the operations of a forward pass as a table of numbers, run by a whole crew of threads in one call without the GIL.
 
 An operation is a row of int64 words: the address of its function, the address of the number of rows it is for, then what
 the function wants: addresses, sizes, strides in bytes.
@@ -6,7 +6,7 @@ the function wants: addresses, sizes, strides in bytes.
     word    0          1                 2 ..
             function   address of rows   the operation's own
 
-Every member of the team runs the whole table (cpu_kernels/program.py); in an operation it takes tasks from a common counter
+Every member of the crew runs the whole table (cpu_kernels/program.py); in an operation it takes tasks from a common counter
 until none is left, and waits for the others at a barrier before the next one. So a member that was late, because another
 program had its core, does fewer tasks. An operation cannot raise: whatever it is given has been checked before.
 """

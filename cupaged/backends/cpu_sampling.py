@@ -13,15 +13,7 @@ from cupaged.backends.base import SamplingBatch
 from cupaged.backends.cpu_code import address
 from cupaged.backends.cpu_program import FIRST, numbers, operation
 from cupaged.backends.cpu_threads import Crew
-from cupaged.backends.sampling import (
-    F32,
-    I32,
-    TokenCounts,
-    check_batch,
-    check_row,
-    check_token_ids,
-    uniform,
-)
+from cupaged.backends.sampling import F32, I32, TokenCounts, check_batch, check_row, check_token_ids, uniform
 from cupaged.errors import InvariantError
 
 BINS = 2048

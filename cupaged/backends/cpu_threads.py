@@ -85,11 +85,9 @@ class Crew:
         if self._process != os.getpid():  # a copy of the process that had the threads
             self._start(self._scratch.size // self.size)
         self._call[TABLE], self._call[COUNT] = table.ctypes.data, len(table)
-        if alone or self.size == 1:
-            self._run(self._alone.ctypes.data, self._call.ctypes.data)
-            return
-        with contextlib.nullcontext() if self._cores is None else _on_core(self._cores[0]):
-            self._lead(self._members.ctypes.data, self._call.ctypes.data)
+        function, member = (self._run, self._alone) if alone or self.size == 1 else (self._lead, self._members)
+        with contextlib.nullcontext() if alone or self._cores is None else _on_core(self._cores[0]):
+            function(member.ctypes.data, self._call.ctypes.data)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cupaged.backends import cpu_cache, cpu_kv_numbers
 from cupaged.backends.base import AttentionBatch, Backend, BatchLimits, SamplingBatch
 
 Numbers = npt.NDArray[Any]
@@ -100,8 +101,6 @@ def stored_slots(backend: Backend, caches: tuple[Any, Any], block_size: int, hea
             stored = [array.view(ml_dtypes.float8_e4m3fn) for array in stored]
         key, value = (array.astype(np.float32) for array in stored)
         return key, value
-    from cupaged.backends import cpu_cache, cpu_kv_numbers  # its layout is its own; and Numba may be missing
-
     kind = cpu_kv_numbers.kind_of(kv_dtype)
     key, value = (cpu_cache.read_slots(cache, kind, block_size, head_dim, which) for cache, which in zip(caches, ("key", "value"), strict=True))
     return key, value

@@ -59,7 +59,7 @@ from cupaged.backends.cpu_kernels.ir import (
     store,
     vector,
     word,
-)  # fmt: skip
+)
 from cupaged.backends.cpu_kernels.jit import kernel, operation_kernel
 from cupaged.backends.cpu_kernels.kv_numbers import widen
 from cupaged.backends.cpu_kernels.program import take_task
@@ -84,8 +84,8 @@ from cupaged.backends.cpu_paged_attention import (
     TILE_KEYS,
     VALUES,
     WINDOW,
-)  # fmt: skip
-from cupaged.backends.cpu_program import CURSOR, PARTS, SCRATCH
+)
+from cupaged.backends.cpu_program import CURSOR, LINE, PARTS, SCRATCH
 
 LOWEST = np.float32(-3.0e38)
 
@@ -93,7 +93,6 @@ _FLOAT32 = FLOAT32.index
 _DIRECT_ROWS = 3 * TILE_ROWS
 """Below so many rows, times heads, keys and values are read where they lie."""
 
-_LINE = 64
 _PANEL = GROUP * 4
 _TASK_BYTES = 8 * TASK_WORDS
 
@@ -219,10 +218,10 @@ def _fetch(b: Builder, address: Value, size: Value) -> None:
     """Ask for the cache lines of some bytes, which need not stay in the cache after their use."""
 
     def line(i: Value, _: list[Value]) -> list[Value]:
-        prefetch(b, address, b.mul(i, I64(_LINE)), level=0)
+        prefetch(b, address, b.mul(i, I64(LINE)), level=0)
         return []
 
-    loop(b, b.udiv(b.add(size, I64(_LINE - 1)), I64(_LINE)), [], line)
+    loop(b, b.udiv(b.add(size, I64(LINE - 1)), I64(LINE)), [], line)
 
 
 @kernel
@@ -304,24 +303,24 @@ def _score_unpacked(rows: int, head_dim: int, tile: int, start: int, stop: int, 
 
 
 @operation_kernel
-def attention(team: int, operation: int) -> None:
+def attention(member: int, operation: int) -> None:
     kv_heads, head_dim, window, batch = word(operation, KV_HEADS), word(operation, HEAD_DIM), word(operation, WINDOW), word(operation, BATCH)
     group = word(operation, HEADS) // kv_heads
     width = (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     most = TASK_ROWS * group
-    query = word(team, SCRATCH)
+    query = word(member, SCRATCH)
     scores = query + 4 * most * head_dim
     total = scores + 4 * most * TILE_KEYS
     states = total + 4 * most * width
     keys = states + 8 * most
     values = keys + 4 * TILE_KEYS * head_dim
-    set_word(team, CURSOR, 0)
+    set_word(member, CURSOR, 0)
     lies_ready = word(operation, KIND) == _FLOAT32 and word(operation, BLOCK_SIZE) % GROUP == 0 and head_dim == width
-    # all KV heads of a task lie side by side in a block; where tasks are few, the team shares out the heads
+    # all KV heads of a task lie side by side in a block; where tasks are few, the crew shares out the heads
     num_tasks = word(batch, NUM_TASKS)
-    span = kv_heads if num_tasks >= 4 * word(team, PARTS) else 1
+    span = kv_heads if num_tasks >= 4 * word(member, PARTS) else 1
     while True:
-        number = take_task(team)
+        number = take_task(member)
         if number * span >= num_tasks * kv_heads:
             return
         task, first_head = word(batch, TASKS) + _TASK_BYTES * (number * span // kv_heads), number * span % kv_heads

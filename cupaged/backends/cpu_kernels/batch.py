@@ -42,8 +42,9 @@ from cupaged.backends.cpu_batch import (
     VOCAB,
     WINDOW,
     WRITERS,
-)  # fmt: skip
-from cupaged.backends.cpu_kernels.ir import pointer_to_int32, pointer_to_int64, pointer_to_uint8, set_word, word
+)
+from cupaged.backends.cpu_kernels.arrays import int32s, int64s, uint8s
+from cupaged.backends.cpu_kernels.ir import pointer_to_int32, set_word, word
 from cupaged.backends.cpu_kernels.jit import kernel, operation_kernel
 
 _FEW_ROWS = 16
@@ -52,7 +53,8 @@ _ROW_COST = 8
 
 
 @operation_kernel
-def take_step(team: int, given: int) -> None:
+def take_step(member: int, given: int) -> None:
+    """Take over the step that is given (cpu_batch.GIVEN_ROWS and on) if it is sound, and say whether it was."""
     sound = _rows_are_sound(given) and _slots_are_sound(given) and _sequences_are_sound(given)
     set_word(given, SOUND, 1 if sound else 0)
     if sound:
@@ -62,21 +64,16 @@ def take_step(team: int, given: int) -> None:
         set_word(word(given, OWN), NUM_BLOCKS, _list_blocks(given, tasks))
 
 
-@kernel
-def _int32s(table: int, index: int, count: int) -> Any:
-    return carray(pointer_to_int32(word(table, index)), count)
-
-
 # ---- what checks.check_batch checks, but for the capacity of the arrays
 
 
 @kernel
 def _rows_are_sound(given: int) -> bool:
     rows, sequences = word(given, GIVEN_ROWS), word(given, GIVEN_SEQUENCES)
-    query_start = _int32s(given, GIVEN_START, sequences + 1)
+    query_start = int32s(given, GIVEN_START, sequences + 1)
     if query_start[0] != 0 or query_start[sequences] > rows:
         return False
-    token_ids, positions = _int32s(given, GIVEN_IDS, rows), _int32s(given, GIVEN_POSITIONS, rows)
+    token_ids, positions = int32s(given, GIVEN_IDS, rows), int32s(given, GIVEN_POSITIONS, rows)
     for r in range(rows):
         if token_ids[r] < 0 or token_ids[r] >= word(given, VOCAB) or positions[r] < 0 or positions[r] >= word(given, LARGEST):
             return False
@@ -87,7 +84,7 @@ def _rows_are_sound(given: int) -> bool:
 def _slots_are_sound(given: int) -> bool:
     """`writers` [slots] is zero before and after."""
     rows, pool = word(given, GIVEN_ROWS), word(given, POOL) * word(given, BLOCK_SIZE)
-    slots, writers = carray(pointer_to_int64(word(given, GIVEN_SLOTS)), rows), carray(pointer_to_uint8(word(given, WRITERS)), pool)
+    slots, writers = int64s(given, GIVEN_SLOTS, rows), uint8s(given, WRITERS, pool)
     for r in range(rows):
         if slots[r] < -1 or slots[r] >= pool:
             return False
@@ -105,8 +102,8 @@ def _slots_are_sound(given: int) -> bool:
 @kernel
 def _sequences_are_sound(given: int) -> bool:
     rows, sequences, width, block_size = word(given, GIVEN_ROWS), word(given, GIVEN_SEQUENCES), word(given, GIVEN_WIDTH), word(given, BLOCK_SIZE)
-    query_start, contexts = _int32s(given, GIVEN_START, sequences + 1), _int32s(given, GIVEN_CONTEXTS, sequences)
-    positions, tables = _int32s(given, GIVEN_POSITIONS, rows), _int32s(given, GIVEN_TABLES, sequences * width)
+    query_start, contexts = int32s(given, GIVEN_START, sequences + 1), int32s(given, GIVEN_CONTEXTS, sequences)
+    positions, tables = int32s(given, GIVEN_POSITIONS, rows), int32s(given, GIVEN_TABLES, sequences * width)
     for s in range(sequences):
         first, last, context = query_start[s], query_start[s + 1], contexts[s]
         if last < first or last > rows or (s < word(given, GIVEN_DECODE) and last != first + 1):
@@ -138,13 +135,13 @@ def _oldest(position: int, window: int) -> int:
 @kernel
 def _copy(given: int) -> None:
     rows, sequences, width, own = word(given, GIVEN_ROWS), word(given, GIVEN_SEQUENCES), word(given, GIVEN_WIDTH), word(given, OWN)
-    token_ids, positions, slots = _int32s(given, GIVEN_IDS, rows), _int32s(given, GIVEN_POSITIONS, rows), carray(pointer_to_int64(word(given, GIVEN_SLOTS)), rows)
-    own_ids, own_positions, own_slots = _int32s(own, TOKEN_IDS, rows), _int32s(own, POSITIONS, rows), carray(pointer_to_int64(word(own, SLOTS)), rows)
+    token_ids, positions, slots = int32s(given, GIVEN_IDS, rows), int32s(given, GIVEN_POSITIONS, rows), int64s(given, GIVEN_SLOTS, rows)
+    own_ids, own_positions, own_slots = int32s(own, TOKEN_IDS, rows), int32s(own, POSITIONS, rows), int64s(own, SLOTS, rows)
     for r in range(rows):
         own_ids[r], own_positions[r], own_slots[r] = token_ids[r], positions[r], slots[r]
-    query_start, contexts = _int32s(given, GIVEN_START, sequences + 1), _int32s(given, GIVEN_CONTEXTS, sequences)
-    own_start, own_contexts = _int32s(own, QUERY_START, sequences + 1), _int32s(own, CONTEXT_LENS, sequences)
-    tables, stride = _int32s(given, GIVEN_TABLES, sequences * width), word(own, TABLE_STRIDE)
+    query_start, contexts = int32s(given, GIVEN_START, sequences + 1), int32s(given, GIVEN_CONTEXTS, sequences)
+    own_start, own_contexts = int32s(own, QUERY_START, sequences + 1), int32s(own, CONTEXT_LENS, sequences)
+    tables, stride = int32s(given, GIVEN_TABLES, sequences * width), word(own, TABLE_STRIDE)
     own_start[0] = 0
     for s in range(sequences):
         own_start[s + 1], own_contexts[s] = query_start[s + 1], contexts[s]
@@ -157,8 +154,8 @@ def _copy(given: int) -> None:
 def _plan(given: int) -> int:
     """Cut the rows into tasks, the dearest first; returns how many there are."""
     rows, sequences, own = word(given, GIVEN_ROWS), word(given, GIVEN_SEQUENCES), word(given, OWN)
-    query_start, contexts, positions = _int32s(own, QUERY_START, sequences + 1), _int32s(own, CONTEXT_LENS, sequences), _int32s(own, POSITIONS, rows)
-    tasks, costs = carray(pointer_to_int64(word(own, TASKS)), rows * TASK_WORDS), carray(pointer_to_int64(word(given, COSTS)), rows)
+    query_start, contexts, positions = int32s(own, QUERY_START, sequences + 1), int32s(own, CONTEXT_LENS, sequences), int32s(own, POSITIONS, rows)
+    tasks, costs = int64s(own, TASKS, rows * TASK_WORDS), int64s(given, COSTS, rows)
     many = rows - sequences >= 4 * TASK_ROWS * word(given, THREADS)
     step = TASK_ROWS if many else _FEW_ROWS
     count = 0
@@ -195,8 +192,8 @@ def _sort(tasks: Any, costs: Any, count: int) -> None:
 def _list_blocks(given: int, num_tasks: int) -> int:
     """The blocks that the tasks read, in their order, each sequence's once; returns how many there are."""
     rows, sequences, own, block_size = word(given, GIVEN_ROWS), word(given, GIVEN_SEQUENCES), word(given, OWN), word(given, BLOCK_SIZE)
-    tasks, positions, query_start = carray(pointer_to_int64(word(own, TASKS)), rows * TASK_WORDS), _int32s(own, POSITIONS, rows), _int32s(own, QUERY_START, sequences + 1)
-    listed, stride, count = carray(pointer_to_uint8(word(given, LISTED)), sequences), word(own, TABLE_STRIDE), 0
+    tasks, positions, query_start = int64s(own, TASKS, rows * TASK_WORDS), int32s(own, POSITIONS, rows), int32s(own, QUERY_START, sequences + 1)
+    listed, stride, count = uint8s(given, LISTED, sequences), word(own, TABLE_STRIDE), 0
     for s in range(sequences):
         listed[s] = 0
     for t in range(num_tasks):
@@ -205,7 +202,7 @@ def _list_blocks(given: int, num_tasks: int) -> int:
             continue
         listed[s] = 1
         table = carray(pointer_to_int32(word(own, TABLES) + s * stride), stride // 4)
-        blocks = carray(pointer_to_int32(word(own, BLOCKS)), count + stride // 4)
+        blocks = int32s(own, BLOCKS, count + stride // 4)
         for i in range(_oldest(positions[query_start[s]], word(given, WINDOW)) // block_size, positions[query_start[s + 1] - 1] // block_size + 1):
             blocks[count] = table[i]
             count += 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import carray
-
 from cupaged.backends.cpu_batch import POSITIONS, SLOTS
 from cupaged.backends.cpu_cache import (
     BATCH,
@@ -22,6 +20,7 @@ from cupaged.backends.cpu_cache import (
     SIN,
     VALUE,
 )
+from cupaged.backends.cpu_kernels.arrays import int32s, int64s
 from cupaged.backends.cpu_kernels.ir import (
     F32,
     I64,
@@ -34,8 +33,6 @@ from cupaged.backends.cpu_kernels.ir import (
     fma,
     load,
     loop,
-    pointer_to_int32,
-    pointer_to_int64,
     store,
     vector,
     word,
@@ -97,16 +94,16 @@ def rope_and_cache(index: int) -> Operation:
     element = KINDS[index].element_bytes
 
     @operation_kernel
-    def rope_and_cache_operation(team: int, operation: int) -> None:
+    def rope_and_cache_operation(member: int, operation: int) -> None:
         rows, batch = word(word(operation, ROWS), 0), word(operation, BATCH)
-        positions = carray(pointer_to_int32(word(batch, POSITIONS)), rows)
-        slots = carray(pointer_to_int64(word(batch, SLOTS)), rows)
+        positions = int32s(batch, POSITIONS, rows)
+        slots = int64s(batch, SLOTS, rows)
         heads, kv_heads, head_dim, block_size = word(operation, HEADS), word(operation, KV_HEADS), word(operation, HEAD_DIM), word(operation, BLOCK_SIZE)
         half, head_bytes, stride = head_dim // 2, 4 * head_dim, word(operation, QKV_STRIDE)
         scales = (block_size * head_dim * element + 3) // 4 * 4
-        step = min(_TASK_ROWS, max(1, rows // (4 * word(team, PARTS))))
+        step = min(_TASK_ROWS, max(1, rows // (4 * word(member, PARTS))))
         while True:
-            first = take_task(team) * step
+            first = take_task(member) * step
             if first >= rows:
                 return
             last = min(first + step, rows)

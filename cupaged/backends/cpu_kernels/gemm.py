@@ -138,7 +138,7 @@ def _finish_tile(operation: int, row: int, rows: int, tile: int, sums: int, sums
 
 
 @kernel
-def _panel_product(team: int, operation: int, k: int, row: int, rows: int, low: int, high: int, tile: int, sums: int) -> None:
+def _panel_product(member: int, operation: int, k: int, row: int, rows: int, low: int, high: int, tile: int, sums: int) -> None:
     """sums [rows][32] = (k > 0: sums +) the rows of x from `row` on times a panel, whose first k it is, by register tiles of about the same height.
 
     At the last panel each of them goes straight on to its epilogue: its stores are on their way while the next one is computed.
@@ -150,7 +150,7 @@ def _panel_product(team: int, operation: int, k: int, row: int, rows: int, low: 
         r, height = rows - left, (left + passes - 1) // passes
         left -= height
         own = sums + r * _ROW
-        one, other, size = take_piece(team, operation + 8 * AHEAD, x) if count == PANEL_ROWS else (x, x, 0)
+        one, other, size = take_piece(member, operation + 8 * AHEAD, x) if count == PANEL_ROWS else (x, x, 0)
         tile_product_fetching(k, height, x + r * x_stride, x_stride, low, high, GROUP * 4, count, own, _ROW, one, other, size)
         if k + count == word(operation, K):
             _finish_tile(operation, row + r, height, tile, own, _ROW)
@@ -158,27 +158,27 @@ def _panel_product(team: int, operation: int, k: int, row: int, rows: int, low: 
 
 @cache
 def gemm(format_index: int) -> Operation:
-    """The product for weights of FORMATS[format_index]; all in one function, whose constants are numbers, so that it is cached."""
+    """The product for weights of FORMATS[format_index]."""
     block_k, block_bytes = FORMATS[format_index].block_k, FORMATS[format_index].block_bytes
     is_float32 = format_index == FLOAT32.index
 
     @operation_kernel
-    def gemm_operation(team: int, operation: int) -> None:
+    def gemm_operation(member: int, operation: int) -> None:
         rows, columns = word(word(operation, ROWS), 0), word(operation, N)
         x, x_stride, count = word(operation, X), word(operation, X_STRIDE), word(operation, K)
         w, group_bytes = word(operation, W), word(operation, GROUP_BYTES)
-        sums = word(team, SCRATCH)
+        sums = word(member, SCRATCH)
         panel = sums + CHUNK_ROWS * _ROW
         width = GROUP if word(operation, EPILOGUE) == SILU else TILE_COLUMNS
         groups = (columns + GROUP - 1) // GROUP * (TILE_COLUMNS // width)
         tiles = (columns + width - 1) // width
         at_once = 2 if rows <= THIN_ROWS else 1
-        span = _tiles_of_task(rows, tiles, word(team, PARTS), at_once)
+        span = _tiles_of_task(rows, tiles, word(member, PARTS), at_once)
         spans = (tiles + span - 1) // span
         chunks = max(1, (rows + CHUNK_ROWS - 1) // CHUNK_ROWS)
         chunk_rows = ((rows + chunks - 1) // chunks + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         while True:
-            task = take_task(team)
+            task = take_task(member)
             if task >= spans * chunks:
                 return
             row = task // spans * chunk_rows
@@ -209,7 +209,7 @@ def gemm(format_index: int) -> Operation:
                         if not is_float32:
                             dot_rows_keeping(format_index, k, x_rows + 4 * k, x_stride, low, second - first, n // block_k, sums, _ROW, panel, _PANEL_BYTES)
                             low, high = panel, panel + _PANEL_BYTES
-                        _panel_product(team, operation, k, row + whole, part - whole, low, high, tile, sums + whole * _ROW)
+                        _panel_product(member, operation, k, row + whole, part - whole, low, high, tile, sums + whole * _ROW)
                 for i in range(1 + pair):
                     _finish_tile(operation, row, whole, tile + i, sums + i * _ROW, sums_stride)
                 tile += 1 + pair

@@ -22,7 +22,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cupaged.backends.cpu_code import REGISTERS_WANTED
-from cupaged.backends.cpu_formats import GROUP as GROUP
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -305,7 +304,7 @@ def spin_hint(b: Builder) -> None:
 
 
 @emitter()
-def call_kernel(b: Builder, function: Value, team: Value, operation: Value) -> None:
-    """Call a compiled kernel, void(int64 team, int64 operation), by its address."""
+def call_kernel(b: Builder, function: Value, member: Value, operation: Value) -> None:
+    """Call a compiled kernel, void(int64 member, int64 operation), by its address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64])
-    b.call(b.inttoptr(function, kind.as_pointer()), [team, operation])
+    b.call(b.inttoptr(function, kind.as_pointer()), [member, operation])

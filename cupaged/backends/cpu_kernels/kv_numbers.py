@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from cupaged.backends.cpu_formats import GROUP
 from cupaged.backends.cpu_kernels.ir import (
     F16,
     F32,
-    GROUP,
     I8,
     I16,
     I32,

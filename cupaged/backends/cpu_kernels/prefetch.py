@@ -12,17 +12,17 @@ from cupaged.backends.cpu_program import CURSOR, PART, PARTS
 
 
 @kernel
-def take_piece(team: int, ahead: int, idle: int) -> tuple[int, int, int]:
+def take_piece(member: int, ahead: int, idle: int) -> tuple[int, int, int]:
     """The member's next piece: its keys, its values, and the bytes of each; (idle, idle, 0) when there is none (any more)."""
     batch, block_bytes = word(ahead, BATCH), word(ahead, BLOCK_BYTES)
     if batch == 0:
         return idle, idle, 0
     pieces = (block_bytes + PIECE - 1) // PIECE
-    cursor = word(team, CURSOR)
-    number = cursor // pieces * word(team, PARTS) + word(team, PART)
+    cursor = word(member, CURSOR)
+    number = cursor // pieces * word(member, PARTS) + word(member, PART)
     if number >= word(batch, NUM_BLOCKS):
         return idle, idle, 0
-    set_word(team, CURSOR, cursor + 1)
+    set_word(member, CURSOR, cursor + 1)
     block, first = carray(pointer_to_int32(word(batch, BLOCKS) + 4 * number), 1)[0], cursor % pieces * PIECE
     place = block * block_bytes + first
     return word(ahead, KEYS) + place, word(ahead, VALUES) + place, min(PIECE, block_bytes - first)

@@ -1,4 +1,4 @@
-"""How a team runs programs: the walk over a table, the barrier between its operations, and how its threads are woken."""
+"""How a crew runs programs: the walk over a table, the barrier between its operations, and how its threads are woken."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def _call_system(b: Builder, function: Value, first: Value, second: Value) -> Va
 
 
 @kernel
-def take_task(team: int) -> int:
-    """The next task of the operation that the team is at: 0, 1, ..."""
-    return atomic_add(word(team, SYNC) + NEXT_TASK, 1)
+def take_task(member: int) -> int:
+    """The next task of the operation that the crew is at: 0, 1, ..."""
+    return atomic_add(word(member, SYNC) + NEXT_TASK, 1)
 
 
 @kernel
-def _wait_for_all(team: int) -> None:
-    sync, parts = word(team, SYNC), word(team, PARTS)
+def _wait_for_all(member: int) -> None:
+    sync, parts = word(member, SYNC), word(member, PARTS)
     generation = atomic_load(sync + GENERATION)
     if atomic_add(sync + ARRIVED, 1) == parts - 1:
         atomic_store(sync + ARRIVED, 0)
@@ -76,11 +76,11 @@ def _wait_for_all(team: int) -> None:
 
 
 @kernel
-def _run_table(team: int, table: int, count: int) -> None:
+def _run_table(member: int, table: int, count: int) -> None:
     for i in range(count):
         operation = table + 8 * WORDS * i
-        call_kernel(word(operation, KERNEL), team, operation)
-        _wait_for_all(team)
+        call_kernel(word(operation, KERNEL), member, operation)
+        _wait_for_all(member)
 
 
 @kernel
@@ -105,22 +105,22 @@ def _wake(sync: int, table: int, count: int, stops: int) -> None:
 
 
 @operation_kernel
-def run(team: int, call: int) -> None:
+def run(member: int, call: int) -> None:
     """Run a table by a member that is alone."""
-    _run_table(team, word(call, TABLE), word(call, COUNT))
+    _run_table(member, word(call, TABLE), word(call, COUNT))
 
 
 @operation_kernel
-def lead(team: int, call: int) -> None:
+def lead(member: int, call: int) -> None:
     """Wake the others and run a table with them."""
-    _wake(word(team, SYNC), word(call, TABLE), word(call, COUNT), 0)
-    _run_table(team, word(call, TABLE), word(call, COUNT))
+    _wake(word(member, SYNC), word(call, TABLE), word(call, COUNT), 0)
+    _run_table(member, word(call, TABLE), word(call, COUNT))
 
 
 @operation_kernel
-def serve(team: int, call: int) -> None:
-    """Run whatever the team is woken for, till it is dismissed. Nobody misses a call: each ends at a barrier of all."""
-    sync, seen = word(team, SYNC), 0
+def serve(member: int, call: int) -> None:
+    """Run whatever the crew is woken for, till it is dismissed. Nobody misses a call: each ends at a barrier of all."""
+    sync, seen = word(member, SYNC), 0
     while True:
         _lock(sync)
         while atomic_load(sync + CALLS) == seen:
@@ -130,10 +130,10 @@ def serve(team: int, call: int) -> None:
         seen += 1
         if stops:
             return
-        _run_table(team, table, count)
+        _run_table(member, table, count)
 
 
 @operation_kernel
-def dismiss(team: int, call: int) -> None:
-    """Let the threads of a team end."""
-    _wake(word(team, SYNC), 0, 0, 1)
+def dismiss(member: int, call: int) -> None:
+    """Let the threads of a crew end."""
+    _wake(word(member, SYNC), 0, 0, 1)

@@ -9,7 +9,8 @@ import numpy as np
 from numba import carray
 
 from cupaged.backends.cpu_formats import FORMATS, GROUP
-from cupaged.backends.cpu_kernels.ir import float_at, pointer_to_float32, pointer_to_int32, word
+from cupaged.backends.cpu_kernels.arrays import float32s, int32s
+from cupaged.backends.cpu_kernels.ir import float_at, pointer_to_float32, word
 from cupaged.backends.cpu_kernels.jit import Operation, kernel, operation_kernel
 from cupaged.backends.cpu_kernels.program import take_task
 from cupaged.backends.cpu_kernels.unpack import unpack_panel
@@ -43,7 +44,7 @@ from cupaged.backends.cpu_rows import (
     WIDTH,
     X_STRIDE,
     X,
-)  # fmt: skip
+)
 
 
 @cache
@@ -52,13 +53,13 @@ def embedding(format_index: int) -> Operation:
     block_k, block_bytes = FORMATS[format_index].block_k, FORMATS[format_index].block_bytes
 
     @operation_kernel
-    def embedding_operation(team: int, operation: int) -> None:
+    def embedding_operation(member: int, operation: int) -> None:
         rows, width = word(word(operation, ROWS), 0), word(operation, WIDTH)
-        ids = carray(pointer_to_int32(word(operation, IDS)), rows)
-        panel = word(team, SCRATCH)
+        ids = int32s(operation, IDS, rows)
+        panel = word(member, SCRATCH)
         numbers = carray(pointer_to_float32(panel), (PANEL_ROWS, GROUP))
         while True:
-            row = take_task(team)
+            row = take_task(member)
             if row >= rows:
                 return
             group, lane = divmod(ids[row], GROUP)
@@ -85,11 +86,11 @@ def _norm(source: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @operation_kernel
-def rms_norm(team: int, operation: int) -> None:
+def rms_norm(member: int, operation: int) -> None:
     rows, width, eps = word(word(operation, ROWS), 0), word(operation, NORM_WIDTH), float_at(operation, EPS)
-    weight = carray(pointer_to_float32(word(operation, WEIGHT)), width)
+    weight = float32s(operation, WEIGHT, width)
     while True:
-        row = take_task(team)
+        row = take_task(member)
         if row >= rows:
             return
         x = carray(pointer_to_float32(word(operation, X) + row * word(operation, X_STRIDE)), width)
@@ -98,13 +99,13 @@ def rms_norm(team: int, operation: int) -> None:
 
 
 @operation_kernel
-def head_rms_norm(team: int, operation: int) -> None:
+def head_rms_norm(member: int, operation: int) -> None:
     rows, width, eps = word(word(operation, ROWS), 0), word(operation, HEAD_DIM), float_at(operation, HEAD_EPS)
-    q_weight = carray(pointer_to_float32(word(operation, Q_WEIGHT)), width)
-    k_weight = carray(pointer_to_float32(word(operation, K_WEIGHT)), width)
+    q_weight = float32s(operation, Q_WEIGHT, width)
+    k_weight = float32s(operation, K_WEIGHT, width)
     heads, kv_heads = word(operation, HEADS), word(operation, KV_HEADS)
     while True:
-        row = take_task(team)
+        row = take_task(member)
         if row >= rows:
             return
         for h in range(heads + kv_heads):
@@ -113,11 +114,11 @@ def head_rms_norm(team: int, operation: int) -> None:
 
 
 @operation_kernel
-def gather_rows(team: int, operation: int) -> None:
+def gather_rows(member: int, operation: int) -> None:
     rows, width = word(word(operation, ROWS), 0), word(operation, COUNT)
-    chosen = carray(pointer_to_int32(word(operation, CHOSEN)), rows)
+    chosen = int32s(operation, CHOSEN, rows)
     while True:
-        row = take_task(team)
+        row = take_task(member)
         if row >= rows:
             return
         source = carray(pointer_to_float32(word(operation, SOURCE) + chosen[row] * word(operation, SOURCE_STRIDE)), width)

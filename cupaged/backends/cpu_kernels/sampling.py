@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
+from cupaged.backends.cpu_kernels.arrays import float32s, float64s, int32s, uint8s
 from cupaged.backends.cpu_kernels.ir import (
     F32,
     I32,
@@ -24,7 +25,7 @@ from cupaged.backends.cpu_kernels.ir import (
     pointer_to_int32,
     pointer_to_uint8,
     word,
-)  # fmt: skip
+)
 from cupaged.backends.cpu_kernels.jit import exact_kernel, kernel, operation_kernel
 from cupaged.backends.cpu_kernels.program import take_task
 from cupaged.backends.cpu_program import ROWS, SCRATCH
@@ -56,28 +57,13 @@ from cupaged.backends.cpu_sampling import (
     UNIFORMS,
     VOCAB,
     K,
-)  # fmt: skip
+)
 
 CHUNK = 1024
 """Logits that are looked at together: they stay in the first-level cache."""
 
 NEGLIGIBLE = -64.0
 """exp of less than this is taken as 0: a whole vocabulary of such weights vanishes beside the best token's 1."""
-
-
-@kernel
-def _float32s(table: int, index: int, count: int) -> Any:
-    return carray(pointer_to_float32(word(table, index)), count)
-
-
-@kernel
-def _int32s(table: int, index: int, count: int) -> Any:
-    return carray(pointer_to_int32(word(table, index)), count)
-
-
-@kernel
-def _float64s(address: int, count: int) -> Any:
-    return carray(pointer_to_float64(address), count)
 
 
 @kernel
@@ -92,11 +78,11 @@ def _row(operation: int, r: int) -> Any:
 
 
 @operation_kernel
-def greedy_rows(team: int, operation: int) -> None:
+def greedy_rows(member: int, operation: int) -> None:
     rows = word(word(operation, ROWS), 0)
-    tokens = _int32s(operation, TOKENS, rows)
+    tokens = int32s(operation, TOKENS, rows)
     while True:
-        r = take_task(team)
+        r = take_task(member)
         if r >= rows:
             return
         row, bits = _row(operation, r)
@@ -104,14 +90,15 @@ def greedy_rows(team: int, operation: int) -> None:
 
 
 @operation_kernel
-def sample_rows(team: int, operation: int) -> None:
+def sample_rows(member: int, operation: int) -> None:
     rows, vocab = word(word(operation, ROWS), 0), word(operation, VOCAB)
-    temperature, min_p, top_p = _float32s(operation, TEMPERATURE, rows), _float32s(operation, MIN_P, rows), _float32s(operation, TOP_P, rows)
-    top_k, uniforms, tokens = _int32s(operation, TOP_K, rows), _float64s(word(operation, UNIFORMS), rows), _int32s(operation, SAMPLED, rows)
-    scratch = word(team, SCRATCH)
-    weights, ones, above = _float64s(scratch, vocab), _float64s(scratch + 8 * vocab, vocab), _float64s(scratch + 16 * vocab, BINS)
+    temperature, min_p, top_p = float32s(operation, TEMPERATURE, rows), float32s(operation, MIN_P, rows), float32s(operation, TOP_P, rows)
+    top_k, uniforms, tokens = int32s(operation, TOP_K, rows), float64s(operation, UNIFORMS, rows), int32s(operation, SAMPLED, rows)
+    scratch = word(member, SCRATCH)
+    weights, ones = carray(pointer_to_float64(scratch), vocab), carray(pointer_to_float64(scratch + 8 * vocab), vocab)
+    above = carray(pointer_to_float64(scratch + 16 * vocab), BINS)
     while True:
-        r = take_task(team)
+        r = take_task(member)
         if r >= rows:
             return
         row, bits = _row(operation, r)
@@ -122,14 +109,14 @@ def sample_rows(team: int, operation: int) -> None:
 
 
 @operation_kernel
-def adjust_rows(team: int, operation: int) -> None:
+def adjust_rows(member: int, operation: int) -> None:
     rows, vocab = word(word(operation, ROWS), 0), word(operation, VOCAB)
-    bias_start, row_ids = _int32s(operation, BIAS_START, rows + 1), _int32s(operation, ROW_IDS, rows)
-    bias_ids, bias_values = _int32s(operation, BIAS_IDS, bias_start[rows]), _float32s(operation, BIAS_VALUES, bias_start[rows])
-    penalised = carray(pointer_to_uint8(word(operation, PENALISED)), rows)
-    repetition, presence, frequency = _float32s(operation, REPETITION, rows), _float32s(operation, PRESENCE, rows), _float32s(operation, FREQUENCY, rows)
+    bias_start, row_ids = int32s(operation, BIAS_START, rows + 1), int32s(operation, ROW_IDS, rows)
+    bias_ids, bias_values = int32s(operation, BIAS_IDS, bias_start[rows]), float32s(operation, BIAS_VALUES, bias_start[rows])
+    penalised = uint8s(operation, PENALISED, rows)
+    repetition, presence, frequency = float32s(operation, REPETITION, rows), float32s(operation, PRESENCE, rows), float32s(operation, FREQUENCY, rows)
     while True:
-        r = take_task(team)
+        r = take_task(member)
         if r >= rows:
             return
         row, _ = _row(operation, r)
@@ -143,13 +130,13 @@ def adjust_rows(team: int, operation: int) -> None:
 
 
 @operation_kernel
-def logprob_rows(team: int, operation: int) -> None:
+def logprob_rows(member: int, operation: int) -> None:
     """A token's rank, the largest logits, and what a logarithm is taken of: the sum of exp(logit - best)."""
     rows, k = word(word(operation, ROWS), 0), word(operation, K)
-    token_ids, best, ranks = _int32s(operation, TOKEN_IDS, rows), _int32s(operation, BEST, rows), _int32s(operation, RANKS, rows)
-    totals = _float64s(word(operation, TOTALS), rows)
+    token_ids, best, ranks = int32s(operation, TOKEN_IDS, rows), int32s(operation, BEST, rows), int32s(operation, RANKS, rows)
+    totals = float64s(operation, TOTALS, rows)
     while True:
-        r = take_task(team)
+        r = take_task(member)
         if r >= rows:
             return
         row, bits = _row(operation, r)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cupaged.backends.cpu_formats import GROUP
 from cupaged.backends.cpu_kernels.ir import (
     F32,
-    GROUP,
     I64,
     LANES,
     REGISTERS,
@@ -30,6 +30,7 @@ from cupaged.backends.cpu_kernels.ir import (
     switch,
     vector,
 )
+from cupaged.backends.cpu_program import LINE
 
 _VECTORS = 4 if LANES == 4 and REGISTERS == 32 else 2
 """Vectors of columns that are computed in one pass."""
@@ -39,7 +40,6 @@ TILE_ROWS = 12 if LANES == 16 else 6
 
 _UNROLL = 4
 
-_LINE = 64
 
 Fetch = Callable[[Builder, Value], None]
 """(builder, i): what step i asks for."""
@@ -118,7 +118,7 @@ def tile_product_fetching(
     """tile_product that on its way asks for the first `size` bytes at two addresses: a cache line of each every four k."""
 
     def fetch(b: Builder, i: Value) -> None:
-        place = b.mul(i, I64(_LINE))
+        place = b.mul(i, I64(LINE))
         place = b.select(b.icmp_signed("<", place, size), place, I64(0))
         for address in (one, other):
             prefetch(b, b.add(address, place), level=2)

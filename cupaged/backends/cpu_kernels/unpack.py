@@ -4,7 +4,7 @@ A code is used where it lies in its 32-bit lane: it is masked, converted as if i
 multiply-add that scales it takes D / 256^i, which is exact. So a weight costs three instructions. Eight k are unpacked
 at a time, in a loop: of a whole block at once, LLVM would hold far more in registers than there are.
 
-    unpack_panel   blocks of a group -> float32 panel [k][16] for cpu_tile.tile_product: for many rows
+    unpack_panel   blocks of a group -> float32 panel [k][16] for tile_product: for many rows
     dot_rows       a few rows times up to four groups, weights never leaving the registers
     dot_rows_keeping   the same, but the weights are stored as panels, too
 
@@ -18,11 +18,10 @@ from functools import partial
 
 import llvmlite.binding
 
-from cupaged.backends.cpu_formats import BLOCK, FLOAT16, FLOAT32, FORMATS, Format
+from cupaged.backends.cpu_formats import BLOCK, FLOAT16, FLOAT32, FORMATS, GROUP, Format
 from cupaged.backends.cpu_kernels.ir import (
     F16,
     F32,
-    GROUP,
     I8,
     I16,
     I32,
@@ -45,6 +44,7 @@ from cupaged.backends.cpu_kernels.ir import (
     vector,
 )
 from cupaged.backends.cpu_kernels.tile import sums_at
+from cupaged.backends.cpu_program import LINE
 
 MAX_ROWS = 12 if REGISTERS == 32 else 4
 """Most rows of dot_rows: beyond them unpacking once into a panel is faster."""
@@ -58,7 +58,6 @@ _SUMS = 24 if REGISTERS == 32 else 8
 _EIGHT = 8
 """k that are handled without a jump."""
 
-_LINE = 64
 _AHEAD = 2048
 """Bytes of every group that are asked for before their turn: short streams side by side are too much for the processor's guess."""
 
@@ -211,7 +210,7 @@ def _fetch_ahead(b: Builder, groups: Sequence[Value], group_stride: Value, done:
     ahead = b.add(done, I64(_AHEAD))
     follow = b.select(b.icmp_signed("<", ahead, group_stride), I64(0), b.mul(group_stride, I64(len(groups) - 1)))
     for group in groups:
-        for line in range(0, size, _LINE):
+        for line in range(0, size, LINE):
             prefetch(b, b.add(group, b.add(ahead, follow)), line)
 
 
