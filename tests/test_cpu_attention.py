@@ -323,6 +323,7 @@ def test_kinds_are_known_by_their_names() -> None:
         ({"query_start": [0, 1, 5]}, "rows"),
         ({"query_start": [0, 2, 4]}, "sequence 0"),
         ({"query_start": [0, 3, 2]}, "sequence"),
+        ({"query_start": [0, 1, -(2**31)]}, "sequence"),
         ({"context_lens": [32, 10]}, "sequence 0"),
         ({"context_lens": [-1, 10]}, "sequence 0"),
         ({"token_ids": [0, 0, 0, 9]}, "token id"),

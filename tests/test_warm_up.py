@@ -76,15 +76,20 @@ def test_an_unknown_format_is_named_before_anything_is_compiled(monkeypatch: pyt
 def test_without_a_folder_or_numba_there_is_nothing_to_keep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    cpu_code.folder.cache_clear()
+    forget_folders()
     monkeypatch.setenv("CUPAGED_CACHE", str(blocked))
     with pytest.raises(ConfigError, match="set CUPAGED_CACHE to a folder that can be written"):
         compile_ahead.kernel_folder()
-    cpu_code.folder.cache_clear()
+    forget_folders()
     monkeypatch.setattr(importlib.metadata, "version", no_package)
     with pytest.raises(BackendError, match="without Numba"):
         compile_ahead.kernel_folder()
+    forget_folders()
+
+
+def forget_folders() -> None:
     cpu_code.folder.cache_clear()
+    cpu_code.kept_folder.cache_clear()
 
 
 def no_package(name: str) -> str:

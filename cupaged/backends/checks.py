@@ -75,10 +75,10 @@ def check_batch(limits: BatchLimits, token_ids: npt.NDArray[np.int32], batch: At
         raise InvariantError("two rows of one step write the same slot")
     if len(batch.query_start) != sequences + 1 or batch.query_start[0] != 0 or batch.query_start[-1] > rows or len(batch.block_tables) < sequences:
         raise InvariantError("the rows of a step do not belong to its sequences")
-    _check_sequences(limits, batch, np.diff(batch.query_start))
+    _check_sequences(limits, batch, np.diff(batch.query_start.astype(np.int64)))  # in int32 a difference may overflow
 
 
-def _check_sequences(limits: BatchLimits, batch: AttentionBatch, lengths: npt.NDArray[np.int32]) -> None:
+def _check_sequences(limits: BatchLimits, batch: AttentionBatch, lengths: npt.NDArray[np.int64]) -> None:
     """All sequences at once: a loop over them would cost a device more than the launch of its step."""
     numbers, contexts = np.arange(len(lengths)), batch.context_lens
     _refuse((lengths < 0) | ((numbers < batch.num_decode) & (lengths != 1)), lambda s: f"has {lengths[s]} rows")

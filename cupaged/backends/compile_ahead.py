@@ -30,7 +30,7 @@ class KernelSet:
 def kernel_folder() -> Path:
     """Where compiled kernels lie. Raises BackendError without Numba, ConfigError where nothing can be kept."""
     folder = cpu_code.folder()
-    if not cpu_code.is_kept(folder):
+    if folder != cpu_code.kept_folder():
         raise ConfigError("compiled CPU kernels cannot be kept: set CUPAGED_CACHE to a folder that can be written")
     return folder
 

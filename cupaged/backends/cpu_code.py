@@ -46,8 +46,8 @@ OPERATIONS = {
 ENTRY = "operation"
 """The function of a file: void(int64 member, int64 operation)."""
 
-MAGIC, HEADER, HEADER_BYTES = b"cupaged1", struct.Struct("<8sq"), 64
-"""How an image begins; the number is the place of its function."""
+MAGIC, HEADER, HEADER_BYTES = b"cupaged1", struct.Struct("<8sqq"), 64
+"""How an image begins; the numbers are its size and the place of its function."""
 
 MAPS_IMAGES = sys.platform == "linux" and platform.machine() == "x86_64"
 """Elsewhere LLVM loads objects, which takes its memory."""
@@ -58,15 +58,7 @@ the code of other processors."""
 
 Function = Callable[[int, int], None]
 
-_OWN = "cupaged-kernels-"
-"""How the name of a folder begins that is this process's own."""
-
 _loaded: dict[str, int] = {}
-
-
-def code_file(folder: Path, name: str) -> Path:
-    """The file of an operation, which may be missing; `name` with its number behind a dash where it comes in several."""
-    return folder / f"{name}.{'code' if MAPS_IMAGES else 'o'}"
 
 
 def address(operation: str, number: int | None = None) -> int:
@@ -74,7 +66,7 @@ def address(operation: str, number: int | None = None) -> int:
     name = operation if number is None else f"{operation}-{number}"
     if name not in _loaded:
         compile_missing([name])
-        _loaded[name] = (map_image if MAPS_IMAGES else load_object)(code_file(folder(), name))
+        _loaded[name] = (map_image if MAPS_IMAGES else load_object)(_find(name) or code_file(folder(), name))
     return _loaded[name]
 
 
@@ -93,24 +85,53 @@ def function(operation: str) -> Function:
 
 
 @cache
-def folder() -> Path:
-    """Where compiled kernels lie. Raises BackendError without Numba."""
+def kept_folder() -> Path | None:
+    """The folder in the user's cache, which may not be there yet; None for a user without a home. Raises BackendError without Numba."""
     try:
-        place = cache_dir() / f"kernels-{_fingerprint()}"
+        return cache_dir() / f"kernels-{_fingerprint()}"
+    except ConfigError:
+        return None
+
+
+@cache
+def folder() -> Path:
+    """Where what is missing is compiled to: that folder, else one for this process alone. Raises BackendError without Numba."""
+    place = kept_folder()
+    try:
+        if place is None:
+            raise OSError("this user has no home")
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=place):
             return place
-    except (OSError, ConfigError) as error:  # ConfigError: this user has no home
+    except OSError as error:
         advice = "every start compiles them again; set CUPAGED_CACHE to a folder that can be written"
         logging.getLogger("cupaged").warning("compiled CPU kernels cannot be kept (%s): %s", error, advice)
-        own = Path(tempfile.mkdtemp(prefix=_OWN))
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        own = Path(tempfile.mkdtemp(prefix="cupaged-kernels-"))
+        atexit.register(_remove, own, os.getpid())
+        _places.append(own)
         return own
 
 
-def is_kept(folder: Path) -> bool:
-    """Whether what is compiled there outlives this process."""
-    return not folder.name.startswith(_OWN)
+_places: list[Path] = []
+"""The folder of this process alone, if there is one."""
+
+
+def _remove(own: Path, process: int) -> None:
+    """Not at the end of a forked copy of the process whose folder it is."""
+    if process == os.getpid():
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def code_file(folder: Path, name: str) -> Path:
+    """The file of an operation, which may be missing; `name` with its number behind a dash where it comes in several."""
+    return folder / f"{name}.{'code' if MAPS_IMAGES else 'o'}"
+
+
+def _find(name: str) -> Path | None:
+    """The file of an operation, wherever it is: a cache that cannot be written serves as well."""
+    kept = kept_folder()
+    places = _places if kept is None else [kept, *_places]
+    return next((file for file in (code_file(place, name) for place in places) if os.path.exists(file)), None)
 
 
 def _fingerprint() -> str:
@@ -142,7 +163,7 @@ def _processor() -> str:
 
 def missing(names: Sequence[str]) -> list[str]:
     """The operations that have no file. Raises BackendError without Numba."""
-    return [name for name in names if not code_file(folder(), name).exists()]
+    return [name for name in names if _find(name) is None]
 
 
 # ---- compiling
@@ -163,16 +184,20 @@ class _Worker:
         command = [sys.executable, "-c", code, str(folder()), *names]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
         self._lock = threading.Lock()
-        self._report = ""
+        self._report: str | None = None
+
+    def is_at_work(self) -> bool:
+        return self._process.poll() is None
 
     def wait(self) -> None:
         """Raises BackendError with the reason if they could not be compiled."""
         with self._lock:
-            if self._process.returncode is None:
+            if self._report is None:
                 try:
                     self._report = self._process.communicate()[1]
                 except BaseException:
                     self._process.kill()
+                    self._process.wait()
                     raise
         if self._process.returncode:
             reason = (self._report.splitlines() or [f"the compiler ended with {self._process.returncode}"])[-1]
@@ -199,7 +224,8 @@ def compile_missing(names: Sequence[str]) -> int:
 def prepare(names: Sequence[str]) -> None:
     """Begin to compile what is missing, in as many processes as there are cores. Raises BackendError if none can be started."""
     with _starting:
-        wanted = [name for name in missing(names) if name not in _workers]
+        awaited = {name for name, worker in _workers.items() if worker.is_at_work()}
+        wanted = [name for name in missing(names) if name not in awaited]  # again, if who was to do it was interrupted
         for share in _shares(wanted, usable_cores()):
             _workers.update(dict.fromkeys(share, _Worker(share)))
 
@@ -216,22 +242,25 @@ def _shares(names: Sequence[str], parts: int) -> list[list[str]]:
 
 # ---- loading
 
-_kept: list[Any] = []
-"""What stays in memory as long as this process."""
+
+def _keep(owner: Any) -> None:
+    """Let the code that this object owns stay in memory as long as the process, which is longer than any variable: a daemon
+    thread may still be computing while Python takes its modules apart."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def map_image(path: Path) -> int:
     """Map an image, whose pages all processes share, and return where its function is. Raises BackendError."""
     try:
         with open(path, "rb") as file:
-            size, header = os.fstat(file.fileno()).st_size, file.read(HEADER.size)
-            magic, entry = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0)
-            if magic != MAGIC or entry >= size:
+            header = file.read(HEADER.size)
+            magic, size, entry = HEADER.unpack(header) if len(header) == HEADER.size else (b"", 0, 0)
+            if magic != MAGIC or size != os.fstat(file.fileno()).st_size:
                 raise BackendError(f"{path} holds no CPU kernel: delete it")
             image = np.frombuffer(_executable(file.fileno(), path), np.uint8)
     except OSError as error:
         raise BackendError(f"cannot read the CPU kernel {path}: {error.strerror or error}") from None
-    _kept.append(image)
+    _keep(image)
     return int(image.ctypes.data) + int(entry)
 
 
@@ -261,5 +290,5 @@ def load_object(path: Path) -> int:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_path(str(path)))
     engine.finalize_object()
-    _kept.append(engine)
+    _keep(engine)
     return int(engine.get_function_address(ENTRY))

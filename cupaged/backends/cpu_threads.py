@@ -22,6 +22,7 @@ import numpy.typing as npt
 from cupaged.backends import cpu_code
 from cupaged.backends.cpu_cores import own_cores
 from cupaged.backends.cpu_program import COUNT, LINE, PART, PARTS, SCRATCH, SYNC, TABLE, Words, aligned
+from cupaged.errors import ConfigError
 
 ARRIVED, GENERATION, NEXT_TASK = 0, LINE, 2 * LINE
 """The barrier: how many are there, and how often it was passed; and the counter of tasks. Places in bytes in the shared memory."""
@@ -38,7 +39,8 @@ _PAGE = 4096
 
 
 class Crew:
-    """`size` threads, the caller included. One caller at a time; the threads end with the object.
+    """`size` threads, the caller included. One caller at a time; the threads end with the object. Raises ConfigError where so
+    many cannot be started.
 
     pin     each computes on a core of its own; the caller is free again after every call. Raises ConfigError where that
             cannot be.
@@ -64,10 +66,14 @@ class Crew:
         self._alone[PARTS] = 1
         self._share_scratch(scratch)
         serve = cpu_code.function("serve")
-        for part in range(1, self.size):
-            arguments = serve, self._members, sync, part, None if self._cores is None else self._cores[part]
-            threading.Thread(target=_serve, args=arguments, name="cupaged-kernel", daemon=True).start()
-        weakref.finalize(self, _dismiss, self._members, sync, self._process)
+        end = weakref.finalize(self, _dismiss, self._members, sync, self._process)
+        try:
+            for part in range(1, self.size):
+                arguments = serve, self._members, sync, part, None if self._cores is None else self._cores[part]
+                threading.Thread(target=_serve, args=arguments, name="cupaged-kernel", daemon=True).start()
+        except RuntimeError as error:
+            end()
+            raise ConfigError(f"no {self.size} threads can be started here ({error}): take fewer, with the option threads") from None
 
     def reserve(self, scratch: int) -> None:
         """Give every member at least so many bytes of scratch memory."""

@@ -98,14 +98,20 @@ def _machine() -> llvm.TargetMachine:
 
 
 def compile_to(folder: Path, name: str) -> None:
-    """Write the operation's file; whoever looks for it sees all of it or nothing. Raises OSError."""
+    """Write the operation's file; whoever looks for it sees all of it or nothing, and every user may read it whom the folder
+    lets in. Raises OSError."""
     code = compile_object(operation(name))
     if MAPS_IMAGES:
         code = link(code, ENTRY)
     handle, path = tempfile.mkstemp(dir=folder, prefix=f"{name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(code)
-    os.replace(path, code_file(folder, name))
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+        os.chmod(path, 0o644)
+        os.replace(path, code_file(folder, name))
+    except BaseException:  # the disk is full, or Ctrl-C
+        os.unlink(path)
+        raise
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Link one relocatable ELF object (x86-64) into an image: bytes that run wherever they are mapped, without a loader.
 
-    bytes 0 .. 63     the header: MAGIC, then the entry's place as int64
+    bytes 0 .. 63     the header: MAGIC, then the image's size and the entry's place, each int64
     from byte 64 on   the object's code and constants, each section at its alignment
 
 Everything refers to everything else relative to itself, so nothing is left to be done when a file of such an image is
@@ -51,7 +51,7 @@ def link(code: bytes, entry: str) -> bytes:
     for section in sections:
         if section.kind == _RELOCATIONS and section.info in places:
             _relocate(image, section, places[section.info], symbols)
-    image[:HEADER_BYTES] = HEADER.pack(MAGIC, symbols.named(entry)).ljust(HEADER_BYTES, b"\0")
+    image[:HEADER_BYTES] = HEADER.pack(MAGIC, size, symbols.named(entry)).ljust(HEADER_BYTES, b"\0")
     return bytes(image)
 
 
