@@ -48,9 +48,17 @@ def compile_kernels(formats: Sequence[str] = ()) -> Iterator[KernelSet]:
     work = {"what every model needs": kernels_of(FLOAT32)}
     work |= {f"keys and values in {kind.name}": kernels_of(kind) for kind in KINDS if kind is not FLOAT32}
     work |= {f"weights in {name}": kernels_over(known[name]) for name in formats or known}
-    return (_timed(name, kernels) for name, kernels in work.items())
+    return _compiled(list(work.items()))
 
 
-def _timed(name: str, kernels: Sequence[str]) -> KernelSet:
-    started = time.perf_counter()
-    return KernelSet(name, cpu_code.compile_missing(kernels), time.perf_counter() - started)
+def _compiled(work: list[tuple[str, list[str]]]) -> Iterator[KernelSet]:
+    """Each set when it is there. The one after it is on its way meanwhile, so that no core waits for another."""
+    wanted: list[list[str]] = []
+    for _, kernels in work:
+        wanted.append([name for name in cpu_code.missing(kernels) if not any(name in before for before in wanted)])
+    for i, (name, _) in enumerate(work):
+        started = time.perf_counter()
+        for kernels in wanted[i : i + 2]:
+            cpu_code.prepare(kernels)
+        cpu_code.compile_missing(wanted[i])
+        yield KernelSet(name, len(wanted[i]), time.perf_counter() - started)

@@ -21,10 +21,10 @@ def command(formats: tuple[str, ...]) -> None:
       cupaged warmup
       cupaged warmup q4_1 q8_0
     """
-    folder = kernel_folder()
-    click.echo("compiling what is missing of the CPU kernels (all of them: about a minute)", err=True)
+    folder, sets = kernel_folder(), compile_kernels(formats)
+    click.echo("compiling what is missing of the CPU kernels (all of them: under a minute)", err=True)
     compiled, seconds = 0, 0.0
-    for kernels in compile_kernels(formats):
+    for kernels in sets:
         if kernels.compiled:
             click.echo(f"{kernels.name}: {kernels.compiled} in {kernels.seconds:.1f} s", err=True)
         compiled, seconds = compiled + kernels.compiled, seconds + kernels.seconds
