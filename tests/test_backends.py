@@ -289,9 +289,11 @@ def test_without_a_writable_folder_kernels_are_compiled_for_one_process_with_one
     blocked, temporary = tmp_path / "file", tmp_path / "temporary"
     blocked.write_text("no folder")
     temporary.mkdir()
-    code = "from cupaged.backends import cpu\nbackend = cpu.CpuBackend(1)\n" + LINEAR_AND_NORM
+    early = "import weakref\nweakref.finalize(type('Other', (), {})(), print)\n"  # so the threads end after the folder is gone
+    code = early + "from cupaged.backends import cpu\nbackend = cpu.CpuBackend(2)\n" + LINEAR_AND_NORM
     error = python(code, CUPAGED_CACHE=str(blocked), TMPDIR=str(temporary)).stderr
     assert error.count("cannot be kept") == 1
+    assert len(error.splitlines()) == 1
     assert "CUPAGED_CACHE" in error
     assert not list(temporary.iterdir())
 

@@ -65,8 +65,9 @@ class Crew:
         self._alone = self._members[0].copy()
         self._alone[PARTS] = 1
         self._share_scratch(scratch)
-        serve = cpu_code.function("serve")
-        end = weakref.finalize(self, _dismiss, self._members, sync, self._process)
+        # at the end of the process it is too late to look for a function
+        serve, dismiss = cpu_code.function("serve"), cpu_code.function("dismiss")
+        end = weakref.finalize(self, _dismiss, dismiss, self._members, sync, self._process)
         try:
             for part in range(1, self.size):
                 arguments = serve, self._members, sync, part, None if self._cores is None else self._cores[part]
@@ -113,9 +114,9 @@ def _serve(serve: cpu_code.Function, members: Words, sync: Any, part: int, core:
     serve(members[part].ctypes.data, 0)
 
 
-def _dismiss(members: Words, sync: Any, process: int) -> None:
+def _dismiss(dismiss: cpu_code.Function, members: Words, sync: Any, process: int) -> None:
     if process == os.getpid():
-        cpu_code.function("dismiss")(members.ctypes.data, 0)
+        dismiss(members.ctypes.data, 0)
 
 
 def _new_sync() -> npt.NDArray[np.uint8]:
