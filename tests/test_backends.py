@@ -35,6 +35,19 @@ assert (out == 4).all() and (normed == 1).all()
 """
 
 
+CREW_OF_THREE = """
+import os, signal, threading, time
+import numpy as np
+from cupaged.backends.cpu import CpuBackend
+class Ones:
+    name, storage, shape = "ones", "F32", (64, 64)
+    def read(self, start=0, stop=None):
+        return np.ones((64, 64), np.float32)[start:stop]
+backend = CpuBackend(3)
+matrix, x, y = backend.load_matrix([Ones()]), np.ones((4, 64), np.float32), np.zeros((4, 64), np.float32)
+"""
+
+
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENBLAS", "NUMBA"))}
     run = subprocess.run([sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, check=False)
@@ -175,17 +188,7 @@ class Zeros:
 
 def test_interrupts_at_any_moment_neither_hang_nor_tear_a_program() -> None:
     """A member that never came to a barrier would let the others wait there for ever."""
-    code = """
-import os, signal, threading, time
-import numpy as np
-from cupaged.backends.base import AttentionBatch
-from cupaged.backends.cpu import CpuBackend
-class Ones:
-    name, storage, shape = "ones", "F32", (64, 64)
-    def read(self, start=0, stop=None):
-        return np.ones((64, 64), np.float32)[start:stop]
-backend = CpuBackend(3)
-matrix, x, y = backend.load_matrix([Ones()]), np.ones((4, 64), np.float32), np.zeros((4, 64), np.float32)
+    code = CREW_OF_THREE + """
 def build(rows):
     for _ in range(20):
         backend.linear(x[:rows], matrix, y[:rows])
@@ -217,16 +220,7 @@ print("interrupted", interrupted > 100)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system copies no processes")
 def test_a_copy_of_the_process_computes_with_threads_of_its_own() -> None:
-    code = """
-import os
-import numpy as np
-from cupaged.backends.cpu import CpuBackend
-class Ones:
-    name, storage, shape = "ones", "F32", (64, 64)
-    def read(self, start=0, stop=None):
-        return np.ones((64, 64), np.float32)[start:stop]
-backend = CpuBackend(3)
-matrix, x, y = backend.load_matrix([Ones()]), np.ones((4, 64), np.float32), np.zeros((4, 64), np.float32)
+    code = CREW_OF_THREE + """
 run = backend.record(lambda rows: backend.linear(x[:rows], matrix, y[:rows]), 4)
 run(4)
 child = os.fork()
