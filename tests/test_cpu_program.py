@@ -1,11 +1,13 @@
-"""Memory of the CPU engine: aligned arrays, small and large."""
+"""Programs of the CPU engine: aligned arrays, and tasks that a crew shares out."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from cupaged.backends.cpu_program import aligned
+from cupaged.backends import cpu_code
+from cupaged.backends.cpu_program import PART, aligned, operation
+from cupaged.backends.cpu_threads import Crew
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 7), (1 << 20, 3)])
@@ -20,3 +22,45 @@ def test_an_array_begins_at_a_cache_line_and_may_be_written(shape: tuple[int, ..
 def test_more_memory_than_there_can_be_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
         aligned((1 << 60,), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def count_tasks(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """The address of an operation that counts its tasks, words 2 (number) and 3 (address of int64 [number]), and who did them (word 4)."""
+    pytest.importorskip("numba")
+    if not cpu_code.MAPS_IMAGES:
+        pytest.skip("no images are mapped here")
+    from cupaged.backends.cpu_kernels import compiler
+    from cupaged.backends.cpu_kernels.image import link
+    from cupaged.backends.cpu_kernels.ir import atomic_add, set_word, word
+    from cupaged.backends.cpu_kernels.jit import operation_kernel
+    from cupaged.backends.cpu_kernels.program import take_task
+
+    @operation_kernel
+    def count(member: int, operation: int) -> None:
+        while True:
+            task = take_task(member, word(operation, 2))
+            if task < 0:
+                return
+            atomic_add(word(operation, 3) + 8 * task, 1)
+            set_word(word(operation, 4), task, word(member, PART))
+
+    file = tmp_path_factory.mktemp("kernels") / "count.code"
+    file.write_bytes(link(compiler.compile_object(count), cpu_code.ENTRY))
+    return cpu_code.map_image(file)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_every_task_is_done_once(size: int, count_tasks: int) -> None:
+    crew, rows = Crew(size), np.zeros(1, np.int64)
+    numbers = [0, 1, 2, 5, 8, 100, 3, 0, 64, 1]
+    done = [(np.zeros(number + 1, np.int64), np.full(number + 1, -1, np.int64)) for number in numbers]
+    table = np.stack([operation(count_tasks, rows, [n, counts.ctypes.data, who.ctypes.data]) for n, (counts, who) in zip(numbers, done, strict=True)])
+    for turn in range(1, 51):
+        crew.run(table)
+        crew.run(table[4:5], alone=True)  # between two of the crew, by its caller
+        for i, (number, (counts, who)) in enumerate(zip(numbers, done, strict=True)):
+            assert (counts[:number] == turn * (2 if i == 4 else 1)).all()
+            assert counts[number] == 0
+            assert ((who[:number] >= 0) & (who[:number] < size)).all()
+            assert who[number] == -1

@@ -9,6 +9,7 @@ they are set (cpu_batch). One backend may be used by one thread at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ from cupaged.backends.cpu_cores import usable_cores
 from cupaged.backends.cpu_formats import Format
 from cupaged.backends.cpu_kv_numbers import KvKind, kind_of
 from cupaged.backends.cpu_matrix import PackedMatrix
-from cupaged.backends.cpu_program import KERNEL, Words, aligned, float_word, numbers, operation
+from cupaged.backends.cpu_program import KERNEL, LINE, Words, aligned, float_word, numbers, operation
 from cupaged.backends.cpu_threads import Crew
 from cupaged.backends.download import Arrived, put
 from cupaged.errors import InvariantError
@@ -42,6 +43,8 @@ from cupaged.tensor_source import TensorSource
 
 CREW_WORK = 30_000
 """Numbers touched (about 15 us of work) from which an operation by itself is worth handing to the crew."""
+
+_PAGE = 4096
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -93,11 +96,16 @@ class CpuBackend:
         self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
         self._counts = sampling.TokenCounts()
         self._record: _Record | None = None
+        self._room = aligned((0,), np.float32)
 
     # ---- memory
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        return aligned(shape, dtype)
+        """Rows do not all begin at the same place of a page: the processor's caches would hold only a few such lines at a time."""
+        row = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+        if len(shape) != 2 or row % _PAGE:
+            return aligned(shape, dtype)
+        return aligned((shape[0], shape[1] + LINE // np.dtype(dtype).itemsize), dtype)[:, : shape[1]]
 
     def upload(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return array
@@ -206,8 +214,16 @@ class CpuBackend:
             words = (
                 *(x, _stride(x), matrix.inputs, part.weight, part.weight.strides[0], part.columns),
                 *(out[:, first], _stride(out), bias, epilogue),
+                *(0, 0, 0, 0, 0 if part.kind.is_float else self._room_for(x)),
             )
             self._do(address("gemm", part.kind.index), len(out), words, len(x) * part.weight.size)
+
+    def _room_for(self, x: F32) -> F32:
+        """Memory for x in digits, until the operation ends."""
+        size = cpu_gemm.record_numbers(len(x), x.shape[1], self.threads)
+        if self._room.size < size:
+            self._room = aligned((size,), np.float32)
+        return self._room
 
     def rms_norm(self, x: F32, weight: F32, eps: float, out: F32) -> None:
         _expect(x.shape == out.shape and len(weight) == x.shape[1], "rms_norm", x)

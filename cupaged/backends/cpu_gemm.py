@@ -20,7 +20,18 @@ PANEL_ROWS = 512
 
 SCRATCH_BYTES = CHUNK_ROWS * TILE_COLUMNS * 4 + PANEL_ROWS * TILE_COLUMNS * 4
 
+OWN_ROWS, OWN_PARTS = 2, 2
+"""Up to so many rows, or in a crew of up to so many members, each turns rows into digits for itself (cpu_kernels/digit_gemm.py)."""
+
 # words of an operation
 X, X_STRIDE, K, W, GROUP_BYTES, N, Y, Y_STRIDE, BIAS, EPILOGUE = range(FIRST, FIRST + 10)
 AHEAD = FIRST + 10
 """The words of cpu_prefetch."""
+RECORDS = AHEAD + 4
+"""Where weights are quantised: the address of room for `record_numbers` float32 numbers."""
+
+
+def record_numbers(rows: int, width: int, members: int) -> int:
+    """Room for x [rows, width] in digits: all of it, or what every member makes of it for itself."""
+    own = min(rows, CHUNK_ROWS if members <= OWN_PARTS else OWN_ROWS)
+    return width * max(rows + members, own * members)

@@ -4,8 +4,9 @@ A product of many rows is bound by arithmetic and leaves the memory idle; attent
 while registers multiply, the cache lines of the blocks that come next are asked for, now and then a few, and
 lie in the last-level cache when attention begins (cpu_kernels/prefetch.py). It is a hint only: results do not depend on it.
 
-What is fetched is cut into pieces of PIECE bytes of a block's keys, and as many of its values. Member p of a crew takes
-those of the blocks p, p + parts, ... of the batch's list (cpu_batch.BLOCKS), and remembers in its word CURSOR how far it is.
+What is fetched is cut into pieces of PIECE bytes of a block's keys, and as many of its values. Every member of a crew takes
+those of its share of the batch's list (cpu_batch.BLOCKS), which is about what it will read, and remembers in its word CURSOR
+how far it is.
 """
 
 from __future__ import annotations

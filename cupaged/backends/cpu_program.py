@@ -6,9 +6,10 @@ the function wants: addresses, sizes, strides in bytes.
     word    0          1                 2 ..
             function   address of rows   the operation's own
 
-Every member of the crew runs the whole table (cpu_kernels/program.py); in an operation it takes tasks from a common counter
-until none is left, and waits for the others at a barrier before the next one. So a member that was late, because another
-program had its core, does fewer tasks. An operation cannot raise: whatever it is given has been checked before.
+Every member of the crew runs the whole table (cpu_kernels/program.py). Of an operation's tasks each has an equal share; when
+that is done it takes tasks of the others' till none is left, and waits for them at a barrier before the next operation. So a
+member that was late, because another program had its core, does fewer tasks; and as long as none is, the rows that it works
+on are the same ones from operation to operation, and lie in its own core's caches. An operation cannot raise: whatever it is given has been checked before.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ WORDS = 24
 KERNEL, ROWS, FIRST = 0, 1, 2
 """Words that all operations share, and the first of one's own."""
 
-PART, PARTS, SYNC, SCRATCH, CURSOR = range(5)
-"""Words of a member: its number, how many there are, the addresses of what they meet at and of its own scratch memory, and
-cpu_prefetch's place."""
+PART, PARTS, SYNC, SCRATCH, CURSOR, TURN = range(6)
+"""Words of a member: its number, how many there are, the addresses of what they meet at and of its own scratch memory,
+cpu_prefetch's place, and which of two counters of tasks is used in this operation."""
 
 TABLE, COUNT = range(2)
 """Words of a call: the address of a table, and its number of operations."""

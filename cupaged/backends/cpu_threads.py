@@ -24,16 +24,19 @@ from cupaged.backends.cpu_cores import own_cores
 from cupaged.backends.cpu_program import COUNT, LINE, PART, PARTS, SCRATCH, SYNC, TABLE, Words, aligned
 from cupaged.errors import ConfigError
 
-ARRIVED, GENERATION, NEXT_TASK = 0, LINE, 2 * LINE
-"""The barrier: how many are there, and how often it was passed; and the counter of tasks. Places in bytes in the shared memory."""
+ARRIVED, GENERATION = 0, LINE
+"""The barrier: how many are there, and how often it was passed. Places in bytes in the shared memory."""
 
-CALLS, CALL_TABLE, CALL_COUNT, CALL_STOPS = (3 * LINE + 8 * i for i in range(4))
+CALLS, CALL_TABLE, CALL_COUNT, CALL_STOPS = (2 * LINE + 8 * i for i in range(4))
 """How many programs were started, the last one's table and number of operations, and whether the threads shall end instead."""
 
-LOCK, UNLOCK, WAIT, WAKE_ALL, YIELD = (4 * LINE + 8 * i for i in range(5))
+LOCK, UNLOCK, WAIT, WAKE_ALL, YIELD = (3 * LINE + 8 * i for i in range(5))
 """The addresses of the system's functions."""
 
-MUTEX, CONDITION, SYNC_BYTES = 5 * LINE, 7 * LINE, 9 * LINE
+MUTEX, CONDITION = 4 * LINE, 6 * LINE
+
+TAKEN = 8 * LINE
+"""Of every member a line: how many tasks of its share are taken, in this operation and, the other word, in the next one."""
 
 _PAGE = 4096
 
@@ -57,7 +60,7 @@ class Crew:
     def _start(self, scratch: int) -> None:
         """Begin with new threads."""
         self._process = os.getpid()
-        sync = _new_sync()
+        sync = _new_sync(self.size)
         self._members = np.zeros((self.size, 8), np.int64)
         self._members[:, PART] = range(self.size)
         self._members[:, PARTS] = self.size
@@ -119,9 +122,9 @@ def _dismiss(dismiss: cpu_code.Function, members: Words, sync: Any, process: int
         dismiss(members.ctypes.data, 0)
 
 
-def _new_sync() -> npt.NDArray[np.uint8]:
-    """The memory that members share."""
-    sync = aligned((SYNC_BYTES,), np.uint8)
+def _new_sync(size: int) -> npt.NDArray[np.uint8]:
+    """The memory that so many members share."""
+    sync = aligned((TAKEN + LINE * size,), np.uint8)
     sync[:] = 0
     system: Any
     if sys.platform == "win32":  # a lock and a condition there are zeros when they are new

@@ -320,8 +320,8 @@ def attention(member: int, operation: int) -> None:
     num_tasks = word(batch, NUM_TASKS)
     span = kv_heads if num_tasks >= 4 * word(member, PARTS) else 1
     while True:
-        number = take_task(member)
-        if number * span >= num_tasks * kv_heads:
+        number = take_task(member, num_tasks * kv_heads // span)
+        if number < 0:
             return
         task, first_head = word(batch, TASKS) + _TASK_BYTES * (number * span // kv_heads), number * span % kv_heads
         sequence, first_row, rows = word(task, SEQUENCE), word(task, FIRST_ROW), word(task, ROW_COUNT)

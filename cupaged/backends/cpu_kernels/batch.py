@@ -48,6 +48,7 @@ from cupaged.backends.cpu_kernels.ir import pointer_to_int32, set_word, word
 from cupaged.backends.cpu_kernels.jit import kernel, operation_kernel
 
 _FEW_ROWS = 16
+_MOST_COST = 1 << 40
 _ROW_COST = 8
 """A task's keys are read once: that costs as much as so many rows of arithmetic."""
 
@@ -152,7 +153,7 @@ def _copy(given: int) -> None:
 
 @kernel
 def _plan(given: int) -> int:
-    """Cut the rows into tasks, the dearest first; returns how many there are."""
+    """Cut the rows into tasks, member after member, the dearest of its rows first; returns how many there are."""
     rows, sequences, own = word(given, GIVEN_ROWS), word(given, GIVEN_SEQUENCES), word(given, OWN)
     query_start, contexts, positions = int32s(own, QUERY_START, sequences + 1), int32s(own, CONTEXT_LENS, sequences), int32s(own, POSITIONS, rows)
     tasks, costs = int64s(own, TASKS, rows * TASK_WORDS), int64s(given, COSTS, rows)
@@ -166,7 +167,7 @@ def _plan(given: int) -> int:
             part = min(step, stop - row)
             cost = (positions[row] + part) * (part + _ROW_COST) if seen else 0
             tasks[count * TASK_WORDS], tasks[count * TASK_WORDS + 1], tasks[count * TASK_WORDS + 2] = s if seen else -1, row, part
-            costs[count] = cost
+            costs[count] = cost + (word(given, THREADS) - 1 - row * word(given, THREADS) // rows) * _MOST_COST
             count += 1
     _sort(tasks, costs, count)
     return count

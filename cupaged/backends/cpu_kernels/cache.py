@@ -103,8 +103,8 @@ def rope_and_cache(index: int) -> Operation:
         scales = (block_size * head_dim * element + 3) // 4 * 4
         step = min(_TASK_ROWS, max(1, rows // (4 * word(member, PARTS))))
         while True:
-            first = take_task(member) * step
-            if first >= rows:
+            first = take_task(member, (rows + step - 1) // step) * step
+            if first < 0:
                 return
             last = min(first + step, rows)
             r = _first_run(slots, first, last, block_size)

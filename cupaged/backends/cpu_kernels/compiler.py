@@ -92,6 +92,7 @@ def compile_object(source: Operation) -> bytes:
 def _machine() -> llvm.TargetMachine:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()
     cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     target = llvm.Target.from_triple(llvm.get_process_triple())
     return target.create_target_machine(cpu=cpu, features=features, opt=3, reloc="pic", codemodel="small")

@@ -20,7 +20,7 @@ from cupaged.backends.cpu_kernels.ir import (
     word,
 )
 from cupaged.backends.cpu_kernels.jit import kernel, operation_kernel
-from cupaged.backends.cpu_program import COUNT, KERNEL, PARTS, SYNC, TABLE, WORDS
+from cupaged.backends.cpu_program import COUNT, KERNEL, LINE, PART, PARTS, SYNC, TABLE, TURN, WORDS
 from cupaged.backends.cpu_threads import (
     ARRIVED,
     CALL_COUNT,
@@ -31,7 +31,7 @@ from cupaged.backends.cpu_threads import (
     GENERATION,
     LOCK,
     MUTEX,
-    NEXT_TASK,
+    TAKEN,
     UNLOCK,
     WAIT,
     WAKE_ALL,
@@ -53,19 +53,41 @@ def _call_system(b: Builder, function: Value, first: Value, second: Value) -> Va
 
 
 @kernel
-def take_task(member: int) -> int:
-    """The next task of the operation that the crew is at: 0, 1, ..."""
-    return atomic_add(word(member, SYNC) + NEXT_TASK, 1)
+def share(number: int, part: int, parts: int) -> int:
+    """The first of `number` things that belongs to a member; to the next one, the first that does not."""
+    return number * part // parts
 
 
 @kernel
-def _wait_for_all(member: int) -> None:
+def take_task(member: int, number: int) -> int:
+    """The next of an operation's tasks 0 .. number - 1: of the member's own share, else of another's; -1 if there is none."""
+    parts, taken = word(member, PARTS), word(member, SYNC) + TAKEN + 8 * word(member, TURN)
+    for i in range(parts):
+        part = (word(member, PART) + i) % parts
+        first, end = share(number, part, parts), share(number, part + 1, parts)
+        if first + atomic_load(taken + LINE * part) < end:
+            task = first + atomic_add(taken + LINE * part, 1)
+            if task < end:
+                return task
+    return -1
+
+
+@kernel
+def _begin_next(member: int) -> None:
+    """Turn to the counters of the next operation. Nobody looks at the last one's until this one is over."""
+    turn = word(member, TURN)
+    atomic_store(word(member, SYNC) + TAKEN + LINE * word(member, PART) + 8 * turn, 0)
+    set_word(member, TURN, 1 - turn)
+
+
+@kernel
+def wait_for_all(member: int) -> None:
     sync, parts = word(member, SYNC), word(member, PARTS)
     generation = atomic_load(sync + GENERATION)
     if atomic_add(sync + ARRIVED, 1) == parts - 1:
         atomic_store(sync + ARRIVED, 0)
-        atomic_store(sync + NEXT_TASK, 0)
         atomic_add(sync + GENERATION, 1)
+        _begin_next(member)
         return
     looks = 0
     while atomic_load(sync + GENERATION) == generation:
@@ -73,6 +95,7 @@ def _wait_for_all(member: int) -> None:
         looks += 1
         if looks > _PATIENCE:
             _call_system(word(sync + YIELD, 0), 0, 0)
+    _begin_next(member)
 
 
 @kernel
@@ -80,7 +103,7 @@ def _run_table(member: int, table: int, count: int) -> None:
     for i in range(count):
         operation = table + 8 * WORDS * i
         call_kernel(word(operation, KERNEL), member, operation)
-        _wait_for_all(member)
+        wait_for_all(member)
 
 
 @kernel

@@ -59,8 +59,8 @@ def embedding(format_index: int) -> Operation:
         panel = word(member, SCRATCH)
         numbers = carray(pointer_to_float32(panel), (PANEL_ROWS, GROUP))
         while True:
-            row = take_task(member)
-            if row >= rows:
+            row = take_task(member, rows)
+            if row < 0:
                 return
             group, lane = divmod(ids[row], GROUP)
             blocks = word(operation, TABLE) + group * word(operation, GROUP_BYTES)
@@ -90,8 +90,8 @@ def rms_norm(member: int, operation: int) -> None:
     rows, width, eps = word(word(operation, ROWS), 0), word(operation, NORM_WIDTH), float_at(operation, EPS)
     weight = float32s(operation, WEIGHT, width)
     while True:
-        row = take_task(member)
-        if row >= rows:
+        row = take_task(member, rows)
+        if row < 0:
             return
         x = carray(pointer_to_float32(word(operation, X) + row * word(operation, X_STRIDE)), width)
         out = carray(pointer_to_float32(word(operation, NORM_OUT) + row * word(operation, NORM_OUT_STRIDE)), width)
@@ -105,8 +105,8 @@ def head_rms_norm(member: int, operation: int) -> None:
     k_weight = float32s(operation, K_WEIGHT, width)
     heads, kv_heads = word(operation, HEADS), word(operation, KV_HEADS)
     while True:
-        row = take_task(member)
-        if row >= rows:
+        row = take_task(member, rows)
+        if row < 0:
             return
         for h in range(heads + kv_heads):
             head = carray(pointer_to_float32(word(operation, QKV) + row * word(operation, QKV_STRIDE) + 4 * h * width), width)
@@ -118,8 +118,8 @@ def gather_rows(member: int, operation: int) -> None:
     rows, width = word(word(operation, ROWS), 0), word(operation, COUNT)
     chosen = int32s(operation, CHOSEN, rows)
     while True:
-        row = take_task(member)
-        if row >= rows:
+        row = take_task(member, rows)
+        if row < 0:
             return
         source = carray(pointer_to_float32(word(operation, SOURCE) + chosen[row] * word(operation, SOURCE_STRIDE)), width)
         out = carray(pointer_to_float32(word(operation, TARGET) + row * word(operation, TARGET_STRIDE)), width)

@@ -82,8 +82,8 @@ def greedy_rows(member: int, operation: int) -> None:
     rows = word(word(operation, ROWS), 0)
     tokens = int32s(operation, TOKENS, rows)
     while True:
-        r = take_task(member)
-        if r >= rows:
+        r = take_task(member, rows)
+        if r < 0:
             return
         row, bits = _row(operation, r)
         tokens[r] = _best(row, bits)
@@ -98,8 +98,8 @@ def sample_rows(member: int, operation: int) -> None:
     weights, ones = carray(pointer_to_float64(scratch), vocab), carray(pointer_to_float64(scratch + 8 * vocab), vocab)
     above = carray(pointer_to_float64(scratch + 16 * vocab), BINS)
     while True:
-        r = take_task(member)
-        if r >= rows:
+        r = take_task(member, rows)
+        if r < 0:
             return
         row, bits = _row(operation, r)
         best = _best(row, bits)
@@ -116,8 +116,8 @@ def adjust_rows(member: int, operation: int) -> None:
     penalised = uint8s(operation, PENALISED, rows)
     repetition, presence, frequency = float32s(operation, REPETITION, rows), float32s(operation, PRESENCE, rows), float32s(operation, FREQUENCY, rows)
     while True:
-        r = take_task(member)
-        if r >= rows:
+        r = take_task(member, rows)
+        if r < 0:
             return
         row, _ = _row(operation, r)
         for i in range(bias_start[r], bias_start[r + 1]):
@@ -136,8 +136,8 @@ def logprob_rows(member: int, operation: int) -> None:
     token_ids, best, ranks = int32s(operation, TOKEN_IDS, rows), int32s(operation, BEST, rows), int32s(operation, RANKS, rows)
     totals = float64s(operation, TOTALS, rows)
     while True:
-        r = take_task(member)
-        if r >= rows:
+        r = take_task(member, rows)
+        if r < 0:
             return
         row, bits = _row(operation, r)
         best[r] = _best(row, bits)

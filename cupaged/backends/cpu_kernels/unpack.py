@@ -98,7 +98,7 @@ def _number(b: Builder, kind: Format, block: Value, lane: int) -> Value:
     return b.bitcast(b.shl(bits, constant(I32, LANES, 16)), vector(F32, LANES))
 
 
-def _scales(b: Builder, kind: Format, block: Value, lane: int) -> list[tuple[list[Value], Value]]:
+def scales_of(b: Builder, kind: Format, block: Value, lane: int) -> list[tuple[list[Value], Value]]:
     """D / 256^i for i = 0 .. 3, and M, of every run of k that shares them."""
     d = halves_to_floats(b, block, kind.d_at + 2 * lane)
     own = [_scale(b, block, kind.scale_at + GROUP * run + lane, signed=not kind.has_min) for run in range(kind.scales)]
@@ -122,25 +122,25 @@ def _codes(b: Builder, kind: Format, block: Value, lane: int, eight: Value) -> I
     """(code * 256^byte, byte) of the eight k from 8 * eight on, ascending."""
     if kind.bits == 8:
         for i in range(2):
-            word = _word(b, block, lane, b.mul(eight, I64(2)), i)
+            word = word_of_block(b, block, lane, b.mul(eight, I64(2)), i)
             for byte in range(3):
                 yield b.and_(word, constant(I32, LANES, 255 << 8 * byte)), byte
             yield b.lshr(word, constant(I32, LANES, 24)), 0  # in place it would be negative
         return
-    words = [_byte_codes(b, kind, block, lane, eight, odd) for odd in range(2)]
+    words = [byte_codes(b, kind, block, lane, eight, odd) for odd in range(2)]
     for byte in range(4):
         for word in words:
             yield b.and_(word, constant(I32, LANES, (1 << kind.bits) - 1 << 8 * byte)), byte
 
 
-def _byte_codes(b: Builder, kind: Format, block: Value, lane: int, eight: Value, odd: int) -> Value:
+def byte_codes(b: Builder, kind: Format, block: Value, lane: int, eight: Value, odd: int) -> Value:
     """The even or the odd ones of eight codes of 4, 5 or 6 bits, at the lower ends of four bytes (of 4 bits: others above them)."""
-    low = _word(b, block, lane, eight, 0)
+    low = word_of_block(b, block, lane, eight, 0)
     low = b.lshr(low, constant(I32, LANES, 4)) if odd else low
     extra = kind.bits - 4
     if not extra:
         return low
-    high = _word(b, block, lane, I64(0), 4 + odd * (extra - 1))
+    high = word_of_block(b, block, lane, I64(0), 4 + odd * (extra - 1))
     high = b.lshr(high, splat(b, b.trunc(b.mul(eight, I64(extra)), I32), LANES))
     if not (extra == 1 and odd):  # whose field is bit 4 already
         high = b.shl(high, constant(I32, LANES, 4))
@@ -148,7 +148,7 @@ def _byte_codes(b: Builder, kind: Format, block: Value, lane: int, eight: Value,
     return b.or_(b.and_(low, constant(I32, LANES, 0x0F0F0F0F)), b.and_(high, above))
 
 
-def _word(b: Builder, block: Value, lane: int, first: Value, index: int) -> Value:
+def word_of_block(b: Builder, block: Value, lane: int, first: Value, index: int) -> Value:
     """Word first + index of LANES columns."""
     return load(b, vector(I32, LANES), b.add(block, b.mul(first, I64(4 * GROUP))), 4 * GROUP * index + 4 * lane)
 
@@ -164,7 +164,7 @@ def _walk(b: Builder, kind: Format, columns: Sequence[Column], group_stride: Val
 
     def whole(i: Value, carried: list[Value]) -> list[Value]:
         first = b.mul(i, I64(count))
-        _fetch_ahead(b, groups, group_stride, b.mul(first, I64(kind.block_bytes)), count * kind.block_bytes)
+        fetch_ahead(b, groups, group_stride, b.mul(first, I64(kind.block_bytes)), count * kind.block_bytes)
         return step(b, kind, columns, first, count, carried, use)
 
     steps = b.udiv(blocks, I64(count))
@@ -184,7 +184,7 @@ def _float_step(b: Builder, kind: Format, columns: Sequence[Column], first: Valu
 
 def _block_step(b: Builder, kind: Format, columns: Sequence[Column], first: Value, count: int, carried: list[Value], use: Use) -> list[Value]:
     blocks = [(b.add(group, b.mul(first, I64(kind.block_bytes))), lane) for group, lane in columns]
-    scales = [_scales(b, kind, block, lane) for block, lane in blocks]
+    scales = [scales_of(b, kind, block, lane) for block, lane in blocks]
     runs = len(scales[0])
     eights = BLOCK // _EIGHT // runs
 
@@ -205,10 +205,12 @@ def _block_step(b: Builder, kind: Format, columns: Sequence[Column], first: Valu
     return carried
 
 
-def _fetch_ahead(b: Builder, groups: Sequence[Value], group_stride: Value, done: Value, size: int) -> None:
-    """Ask for `size` bytes that come _AHEAD later in the same groups, or, if these end there, in as many that follow them."""
-    ahead = b.add(done, I64(_AHEAD))
-    follow = b.select(b.icmp_signed("<", ahead, group_stride), I64(0), b.mul(group_stride, I64(len(groups) - 1)))
+def fetch_ahead(b: Builder, groups: Sequence[Value], group_stride: Value, done: Value, size: int, distance: int = _AHEAD) -> None:
+    """Ask for `size` bytes that come `distance` later in the same groups, or, if these end there, in as many that follow them."""
+    ahead, skip = b.add(done, I64(distance)), b.mul(group_stride, I64(len(groups) - 1))
+    follow = b.select(b.icmp_signed("<", ahead, group_stride), I64(0), skip)
+    if distance > _AHEAD:
+        follow = b.add(follow, b.select(b.icmp_signed("<", ahead, b.mul(group_stride, I64(2))), I64(0), skip))
     for group in groups:
         for line in range(0, size, LINE):
             prefetch(b, b.add(group, b.add(ahead, follow)), line)
