@@ -7,10 +7,10 @@ heads of a KV head, for every tile of TILE_KEYS slots that a row sees, beginning
     weights                  = exp(scores - running maximum), 0 for keys that the row does not see
     sums, out                = what they were, scaled to the new maximum, + weights, + weights @ values
 
-(online softmax, arXiv 1805.02867). Both products are tile.py's, so they add up in the order of the dimensions and of the
-slots; where tiles begin depends on positions only. So a row gets the same bits as a decode step or within a chunk, alone
-or in company. Few rows read keys and values where they lie (float32 in whole groups of 16 slots); many rows, or another
-storage, unpack a tile once into scratch memory and read it there.
+(online softmax, arXiv 1805.02867). Both products are tile.py's, or few_queries.py's, so they add up in the order of the
+dimensions and of the slots; where tiles begin depends on positions only. So a row gets the same bits as a decode step or within
+a chunk, alone or in company. Few rows read keys and values where they lie (float32 in whole groups of 16 slots); many rows, or
+another storage, unpack a tile once into scratch memory and read it there.
 
 Slots that nobody wrote may hold anything: their scores are never looked at, and their values never multiplied.
 """
@@ -34,6 +34,7 @@ from cupaged.backends.cpu_batch import (
     TASKS,
 )
 from cupaged.backends.cpu_formats import GROUP, TILE_COLUMNS
+from cupaged.backends.cpu_kernels.few_queries import FEW_QUERIES, add_tile_values, score_tile
 from cupaged.backends.cpu_kernels.ir import (
     F32,
     I32,
@@ -85,7 +86,7 @@ from cupaged.backends.cpu_paged_attention import (
     VALUES,
     WINDOW,
 )
-from cupaged.backends.cpu_program import CURSOR, LINE, PARTS, SCRATCH
+from cupaged.backends.cpu_program import CURSOR, LINE, PARTS, ROWS, SCRATCH
 
 LOWEST = np.float32(-3.0e38)
 
@@ -93,7 +94,11 @@ _FLOAT32 = FLOAT32.index
 _DIRECT_ROWS = 3 * TILE_ROWS
 """Below so many rows, times heads, keys and values are read where they lie."""
 
+_FETCHING_ROWS = 24
+"""Of more rows in a step, the products before asked for much of what is read here (cpu_prefetch.py); to ask again costs more than it gives."""
+
 _PANEL = GROUP * 4
+_TILE_GROUPS = TILE_KEYS // GROUP
 _TASK_BYTES = 8 * TASK_WORDS
 
 
@@ -242,6 +247,23 @@ def _fetch_next(operation: int, table: int, head: int, heads_end: int, stop: int
 
 
 @kernel
+def _list_groups(operation: int, table: int, head: int, tile: int, start: int, stop: int, groups: int) -> None:
+    """Where the groups of keys, and behind four of them those of values, of slots start .. stop - 1 of a tile are: int64 [2][4]."""
+    block_size, head_dim = word(operation, BLOCK_SIZE), word(operation, HEAD_DIM)
+    for slot in range(start // GROUP * GROUP, stop, GROUP):
+        number, place = (slot - tile) // GROUP, slot % block_size
+        set_word(groups, number, _block(operation, KEYS, table, slot, head) + 4 * place)
+        set_word(groups, _TILE_GROUPS + number, _block(operation, VALUES, table, slot, head) + 4 * head_dim * place)
+
+
+@kernel
+def _score_few(operation: int, rows: int, tile: int, start: int, stop: int, query: int, groups: int, scores: int) -> None:
+    first, last = (start - tile) // GROUP, (stop - tile + GROUP - 1) // GROUP
+    head_dim, stride = word(operation, HEAD_DIM), 4 * word(operation, BLOCK_SIZE)
+    score_tile(rows, last - first, query, head_dim, groups + 8 * first, stride, scores + _PANEL * first, 4 * TILE_KEYS)
+
+
+@kernel
 def _score_in_place(operation: int, rows: int, table: int, head: int, tile: int, start: int, stop: int, query: int, scores: int) -> None:
     head_dim, block_size = word(operation, HEAD_DIM), word(operation, BLOCK_SIZE)
     for at in range(start // TILE_COLUMNS * TILE_COLUMNS, stop, TILE_COLUMNS):
@@ -314,8 +336,10 @@ def attention(member: int, operation: int) -> None:
     states = total + 4 * most * width
     keys = states + 8 * most
     values = keys + 4 * TILE_KEYS * head_dim
+    groups = values + 4 * TILE_KEYS * width
     set_word(member, CURSOR, 0)
     lies_ready = word(operation, KIND) == _FLOAT32 and word(operation, BLOCK_SIZE) % GROUP == 0 and head_dim == width
+    fetches = word(word(operation, ROWS), 0) <= _FETCHING_ROWS
     # all KV heads of a task lie side by side in a block; where tasks are few, the crew shares out the heads
     num_tasks = word(batch, NUM_TASKS)
     span = kv_heads if num_tasks >= 4 * word(member, PARTS) else 1
@@ -338,8 +362,14 @@ def attention(member: int, operation: int) -> None:
             _zero(total, count * width)
             for tile in range(oldest // TILE_KEYS * TILE_KEYS, end, TILE_KEYS):
                 start, stop = max(tile, oldest), min(tile + TILE_KEYS, end)
-                _fetch_next(operation, table, head, last_head, stop, oldest, end)
-                if lies_ready and count < _DIRECT_ROWS:
+                if fetches:
+                    _fetch_next(operation, table, head, last_head, stop, oldest, end)
+                if lies_ready and count <= FEW_QUERIES:
+                    _list_groups(operation, table, head, tile, start, stop, groups)
+                    _score_few(operation, count, tile, start, stop, query, groups, scores)
+                    _weigh(rows, group, position, window, tile, scores, states, total, width)
+                    add_tile_values(count, scores, 4 * TILE_KEYS, start - tile, stop - tile, groups + 8 * _TILE_GROUPS, width, total)
+                elif lies_ready and count < _DIRECT_ROWS:
                     _score_in_place(operation, count, table, head, tile, start, stop, query, scores)
                     _weigh(rows, group, position, window, tile, scores, states, total, width)
                     _add_values_in_place(operation, count, table, head, tile, start, stop, scores, total, width)
