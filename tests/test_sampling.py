@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupaged.backends import cpu_sampling, sampling
+from cupaged.backends import cpu_sampling, open_backend, sampling
 from cupaged.backends.reference import ReferenceBackend
 from cupaged.backends.sampling import TokenCounts
 from cupaged.errors import InvariantError
@@ -410,3 +410,22 @@ def test_the_reference_backend_samples_by_this_definition() -> None:
     assert backend.sample(logits.copy(), batch_of([row])).tolist() == [2]
     assert backend.sample(logits.copy(), batch_of([row])).tolist() == [0]  # 2 has been counted: 1, 0.95, 0.75
     assert backend.token_logprobs(logits, ids(1), 1)[1].tolist() == [2]
+
+
+def test_rows_of_logits_may_lie_apart() -> None:
+    """Rows of a whole number of pages do, on a CPU; tokens are chosen from where they lie."""
+    backend = open_backend("cpu", 2)
+    apart, close = backend.empty((5, 1024), np.float32), backend.empty((5, 1000), np.float32)
+    assert apart.strides == (4096 + 64, 4)
+    assert close.strides == (4000, 4)
+    apart[:] = [random_logits(seed, 1024, 3.0) for seed in range(5)]
+    backend.set_history(1, ids(), ids(0, 5))
+    rows = [{"temperature": 0}, {"temperature": 0.7, "seed": 3}, {"temperature": 1.0, "top_k": 20, "seed": 5}, {"repetition": 1.3, "row_id": 1}, {"temperature": 0}]
+    counts = TokenCounts()
+    counts.set_history(1, ids(), ids(0, 5))
+    expected = sampling.sample(np.array(apart), batch_of(rows), counts)
+    reports = [sampling.token_logprobs(np.array(apart), expected, 4), backend.token_logprobs(apart, expected, 4)]
+    for one, other in zip(*reports, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    assert backend.sample(apart, batch_of(rows)).tolist() == expected.tolist()
+    assert apart[3].tolist() != random_logits(3, 1024, 3.0).tolist()  # penalised where it lies: no copy was made

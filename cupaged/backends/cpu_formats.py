@@ -264,7 +264,7 @@ def _check_range(narrow: npt.NDArray[np.float16], values: F32, name: str, dtype:
 
 
 def unpack(packed: U8, kind: Format, rows: int, width: int) -> F32:
-    """The matrix float32 [rows, width] of uint8 [groups, blocks, block_bytes]: what kernels compute with, to the bit."""
+    """The matrix float32 [rows, width] of uint8 [groups, blocks, block_bytes]: what kernels of float32 compute with, to the bit."""
     if kind.is_float:
         numbers = np.ascontiguousarray(packed).view({FLOAT32: np.float32, FLOAT16: np.float16}.get(kind, np.uint16))
         wide = (numbers.astype(np.uint32) << 16).view(np.float32) if kind is BFLOAT16 else numbers.astype(np.float32)

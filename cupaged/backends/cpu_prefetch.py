@@ -14,5 +14,8 @@ from __future__ import annotations
 KEYS, VALUES, BATCH, BLOCK_BYTES = range(4)
 """Words about the next attention, in a product's operation: its caches, its batch (0: there is none), and the bytes of all heads of a block."""
 
+FETCHING_ROWS = 24
+"""Of more rows products ask for what attention reads, and it does not ask again, which costs more than it gives; of fewer it asks itself."""
+
 PIECE = 8192
 """Bytes of keys, and of values, that are asked for during one run over k."""

@@ -20,16 +20,16 @@ BINS = 2048
 """Of a histogram."""
 
 # words of all operations; a task is one row
-LOGITS, VOCAB = FIRST, FIRST + 1
-TOKENS = FIRST + 2  # greedy_rows
-TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORMS, SAMPLED = range(FIRST + 2, FIRST + 8)  # sample_rows
-BIAS_START, BIAS_IDS, BIAS_VALUES, PENALISED, ROW_IDS, OUTPUTS, IN_PROMPT, REPETITION, PRESENCE, FREQUENCY = range(FIRST + 2, FIRST + 12)  # adjust_rows
-TOKEN_IDS, BEST, TOTALS, RANKS, K, TOP_IDS, TOP_LOGITS = range(FIRST + 2, FIRST + 9)  # logprob_rows
+LOGITS, STRIDE, VOCAB = range(FIRST, FIRST + 3)
+TOKENS = FIRST + 3  # greedy_rows
+TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORMS, SAMPLED = range(FIRST + 3, FIRST + 9)  # sample_rows
+BIAS_START, BIAS_IDS, BIAS_VALUES, PENALISED, ROW_IDS, OUTPUTS, IN_PROMPT, REPETITION, PRESENCE, FREQUENCY = range(FIRST + 3, FIRST + 13)  # adjust_rows
+TOKEN_IDS, BEST, TOTALS, RANKS, K, TOP_IDS, TOP_LOGITS = range(FIRST + 3, FIRST + 10)  # logprob_rows
 
 
 def sample(logits: F32, batch: SamplingBatch, counts: TokenCounts, crew: Crew) -> I32:
     """The same as `sampling.sample`; logits [R, V] are destroyed."""
-    logits = np.ascontiguousarray(logits)
+    logits = _side_by_side(logits)
     num_rows, vocab_size = logits.shape
     check_batch(batch, num_rows, vocab_size)
     penalised = batch.penalised
@@ -56,7 +56,7 @@ def sample(logits: F32, batch: SamplingBatch, counts: TokenCounts, crew: Crew) -
 
 def token_logprobs(logits: F32, token_ids: I32, k: int, crew: Crew) -> tuple[F32, I32, I32, F32]:
     """The same as `sampling.token_logprobs`; logits [R, V] are not changed."""
-    logits = np.ascontiguousarray(logits)
+    logits = _side_by_side(logits)
     num_rows, vocab_size = logits.shape
     check_token_ids(token_ids, vocab_size)
     best, ranks, totals = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32), np.empty(num_rows)
@@ -77,9 +77,15 @@ def beam_candidates(logits: F32, k: int, crew: Crew) -> tuple[I32, F32]:
 
 def _run(crew: Crew, name: str, logits: F32, *words: Any) -> None:
     """Run an operation over the rows of logits."""
-    given = [np.ascontiguousarray(word) if isinstance(word, np.ndarray) else word for word in (logits, logits.shape[1], *words)]
+    given = [np.ascontiguousarray(word) if isinstance(word, np.ndarray) else word for word in words]
     rows = np.array([len(logits)], np.int64)
-    crew.run(operation(address(name), rows, numbers(given))[None], alone=len(logits) == 1)
+    table = operation(address(name), rows, numbers([logits, logits.strides[0], logits.shape[1], *given]))
+    crew.run(table[None], alone=len(logits) == 1)
+
+
+def _side_by_side(logits: F32) -> F32:
+    """Logits whose rows may be apart from each other, but not a row's numbers."""
+    return logits if logits.strides[1] == logits.itemsize else np.ascontiguousarray(logits)
 
 
 def _raise_for_refused_rows(logits: F32, tokens: I32) -> None:

@@ -61,7 +61,8 @@ class Crew:
         """Begin with new threads."""
         self._process = os.getpid()
         sync = _new_sync(self.size)
-        self._members = np.zeros((self.size, 8), np.int64)
+        self._members = aligned((self.size, LINE // 8), np.int64)
+        self._members[:] = 0
         self._members[:, PART] = range(self.size)
         self._members[:, PARTS] = self.size
         self._members[:, SYNC] = sync.ctypes.data

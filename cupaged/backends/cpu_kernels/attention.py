@@ -86,6 +86,7 @@ from cupaged.backends.cpu_paged_attention import (
     VALUES,
     WINDOW,
 )
+from cupaged.backends.cpu_prefetch import FETCHING_ROWS
 from cupaged.backends.cpu_program import CURSOR, LINE, PARTS, ROWS, SCRATCH
 
 LOWEST = np.float32(-3.0e38)
@@ -93,9 +94,6 @@ LOWEST = np.float32(-3.0e38)
 _FLOAT32 = FLOAT32.index
 _DIRECT_ROWS = 3 * TILE_ROWS
 """Below so many rows, times heads, keys and values are read where they lie."""
-
-_FETCHING_ROWS = 24
-"""Of more rows in a step, the products before asked for much of what is read here (cpu_prefetch.py); to ask again costs more than it gives."""
 
 _PANEL = GROUP * 4
 _TILE_GROUPS = TILE_KEYS // GROUP
@@ -339,7 +337,7 @@ def attention(member: int, operation: int) -> None:
     groups = values + 4 * TILE_KEYS * width
     set_word(member, CURSOR, 0)
     lies_ready = word(operation, KIND) == _FLOAT32 and word(operation, BLOCK_SIZE) % GROUP == 0 and head_dim == width
-    fetches = word(word(operation, ROWS), 0) <= _FETCHING_ROWS
+    fetches = word(word(operation, ROWS), 0) <= FETCHING_ROWS
     # all KV heads of a task lie side by side in a block; where tasks are few, the crew shares out the heads
     num_tasks = word(batch, NUM_TASKS)
     span = kv_heads if num_tasks >= 4 * word(member, PARTS) else 1

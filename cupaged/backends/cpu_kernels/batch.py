@@ -48,7 +48,8 @@ from cupaged.backends.cpu_kernels.ir import pointer_to_int32, set_word, word
 from cupaged.backends.cpu_kernels.jit import kernel, operation_kernel
 
 _FEW_ROWS = 16
-_MOST_COST = 1 << 40
+_MEMBER = 1 << 40
+"""More than any cost: tasks are in the order of the members first."""
 _ROW_COST = 8
 """A task's keys are read once: that costs as much as so many rows of arithmetic."""
 
@@ -167,7 +168,7 @@ def _plan(given: int) -> int:
             part = min(step, stop - row)
             cost = (positions[row] + part) * (part + _ROW_COST) if seen else 0
             tasks[count * TASK_WORDS], tasks[count * TASK_WORDS + 1], tasks[count * TASK_WORDS + 2] = s if seen else -1, row, part
-            costs[count] = cost + (word(given, THREADS) - 1 - row * word(given, THREADS) // rows) * _MOST_COST
+            costs[count] = cost + (word(given, THREADS) - 1 - row * word(given, THREADS) // rows) * _MEMBER
             count += 1
     _sort(tasks, costs, count)
     return count

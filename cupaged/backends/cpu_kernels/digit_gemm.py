@@ -1,8 +1,8 @@
 """Matrix products with quantised weights in whole numbers (digit_tile.py).
 
 A task is some tiles of 32 columns for a chunk of rows. Of many rows every member has chunks of its own, for all columns: what
-it reads of x is what it wrote itself, an operation before, and lies in its caches. Weights too large for a cache, and few
-rows, are shared out by columns instead.
+it reads of x is what it wrote itself, an operation before, and lies in its caches. Few rows, and in a large crew weights too
+large for a cache, are shared out by columns instead.
 
 A chunk's rows become records first. A member makes those of the chunk that it works on for itself; only a large crew that works
 on the same rows makes them together. For a tile, the codes of 32 k are unpacked once into registers, and used for all rows of
@@ -23,9 +23,10 @@ from cupaged.backends.cpu_kernels.ir import set_word, word
 from cupaged.backends.cpu_kernels.jit import Operation, kernel, operation_kernel
 from cupaged.backends.cpu_kernels.prefetch import take_piece
 from cupaged.backends.cpu_kernels.program import take_task, wait_for_all
+from cupaged.backends.cpu_prefetch import FETCHING_ROWS
 from cupaged.backends.cpu_program import PART, PARTS, ROWS, SCRATCH
 
-FEW_ROWS = 24
+FEW_ROWS = FETCHING_ROWS
 """Up to so many rows a product is bound by memory, and leaves none of its speed to others."""
 
 _RECORD_BYTES = 512 << 10
@@ -72,7 +73,7 @@ def digit_gemm(format_index: int) -> Operation:
         w, stride, work = word(operation, W) + 2 * tile * word(operation, GROUP_BYTES), rows * RECORD, sums + CHUNK_ROWS * _ROW
         for first in range(0, blocks, FETCH_BLOCKS):
             count = min(FETCH_BLOCKS, blocks - first)
-            asks = rows >= FEW_ROWS and count == FETCH_BLOCKS
+            asks = word(word(operation, ROWS), 0) > FEW_ROWS and count == FETCH_BLOCKS
             for i in range((rows + 2 * height - 1) // (2 * height)):
                 piece = take_piece(member, operation + 8 * AHEAD, records) if asks else (records, records, 0)
                 for j in range(PIECE_WORDS):
@@ -91,19 +92,20 @@ def digit_gemm(format_index: int) -> Operation:
         together = parts > OWN_PARTS and rows > OWN_ROWS and owners == 1
         if together:
             make_together(member, operation, rows, chunk_rows, blocks, records)
-        made = -1
+        chunks, made = (rows + chunk_rows - 1) // chunk_rows, -1
         while True:
-            task = take_task(member, (rows + chunk_rows - 1) // chunk_rows * spans)
+            task = take_task(member, chunks * spans)
             if task < 0:
                 return
-            first = task // spans * chunk_rows
+            chunk, of_columns = (task % chunks, task // chunks) if together else (task // spans, task % spans)
+            first = chunk * chunk_rows
             part = min(chunk_rows, rows - first)
             own = records + (first if together else word(member, PART) * chunk_rows) * blocks * RECORD
             if not together and made != first:
                 for row in range(part):
                     make_records(operation, first, row, part, blocks, own)
                 made = first
-            for tile in range(task % spans * span, min((task % spans + 1) * span, tiles)):
+            for tile in range(of_columns * span, min((of_columns + 1) * span, tiles)):
                 group_stride = group_bytes if 2 * tile + 1 < groups else 0
                 multiply(member, operation, part, own, tile, group_stride, blocks, sums)
                 finish_tile(operation, first, part, tile, sums, _ROW)

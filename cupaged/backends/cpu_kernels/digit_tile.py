@@ -2,7 +2,7 @@
 
     sum over a block of x * w = (s * D) * sum(t * q) + M * (s * sum(t))        with w = D * q + M as in cpu_formats.py
 
-The sums over a block are exact, and the blocks are added in their order by two fused multiply-adds each, whatever the number
+The sums over a block are exact as whole numbers, and the blocks are added in their order by two fused multiply-adds each, whatever the number
 of rows: a row's result is bit for bit the same in any company. 32 codes of four or five bits, or 16 of six, times digits of
 all three places fit 32 bits; of eight bits the last place is taken by itself.
 """

@@ -56,7 +56,7 @@ _ROUNDER_BITS = 0x4B400000
 def to_digits(b: Builder, index: int, x: Value, blocks: Value, records: Value, stride: Value) -> None:
     """A row of x, 32 * blocks float32 numbers, as records for weights of FORMATS[index], `stride` bytes apart.
 
-    An infinity or NaN among 32 numbers makes their s NaN.
+    An infinity or NaN among 32 numbers makes their s NaN; sums of numbers beyond 1e37 may leave float32's range.
     """
 
     def some(first: Value, count: int) -> list[Value]:

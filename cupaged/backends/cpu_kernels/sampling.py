@@ -46,6 +46,7 @@ from cupaged.backends.cpu_sampling import (
     REPETITION,
     ROW_IDS,
     SAMPLED,
+    STRIDE,
     TEMPERATURE,
     TOKEN_IDS,
     TOKENS,
@@ -70,7 +71,7 @@ NEGLIGIBLE = -64.0
 def _row(operation: int, r: int) -> Any:
     """A row's logits, and their bits."""
     vocab = word(operation, VOCAB)
-    address = word(operation, LOGITS) + 4 * r * vocab
+    address = word(operation, LOGITS) + r * word(operation, STRIDE)
     return carray(pointer_to_float32(address), vocab), carray(pointer_to_int32(address), vocab)
 
 

@@ -3,7 +3,8 @@
     y[r][c] (+)= sum over k of x[r][k] * panel[k][c]         r < rows <= TILE_ROWS, c < 32: two groups of 16 columns
 
 Every sum is taken in the order of k, with one fused multiply-add a term, whatever the number of rows: a row's result is
-bit for bit the same in any company. All products of the CPU engine end here, those of attention too.
+bit for bit the same in any company. Products of float32 end here, those of attention too; quantised weights and a few queries have tiles of their own (digit_tile.py,
+few_queries.py).
 """
 
 from __future__ import annotations
