@@ -92,6 +92,8 @@ class StepPlan:
     swap_out, swap_in, copies   int32 [n, 2] pairs (from, to) of whole blocks over all layers: to host memory, from
                     there, and within the pool; carried out in this order, before any write of the step
     preempted       arrival numbers of the requests that gave their blocks up for this plan
+    num_tokens      rows of the step
+    num_decode      sequences that compute a single token
     """
 
     step: int
@@ -101,15 +103,13 @@ class StepPlan:
     swap_out: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     swap_in: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     copies: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    num_tokens: int = field(init=False)
+    num_decode: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.sequences)
-
-    @property
-    def num_decode(self) -> int:
-        """Sequences that compute a single token."""
-        return sum(s.num_tokens == 1 for s in self.sequences)
+    def __post_init__(self) -> None:
+        lengths = [len(s.token_ids) for s in self.sequences]
+        object.__setattr__(self, "num_tokens", sum(lengths))
+        object.__setattr__(self, "num_decode", lengths.count(1))
 
     @property
     def written_blocks(self) -> IntArray:

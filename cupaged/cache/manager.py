@@ -109,17 +109,21 @@ class CacheManager:
 
     def usage(self) -> CacheUsage:
         """How the pool is used now. Takes longer than the counts above: for those who watch."""
+        tables = self._tables.values()
+        shared = sum(len(table.held) for table in tables) - int(np.count_nonzero(self._pool.counts - self._pool.pins))
+        slots = self._slots_of_shared() if shared else sum(t.num_computed - t.num_released * self.block_size for t in tables)
+        return CacheUsage(self.num_used, self.num_cached, shared, slots)
+
+    def _slots_of_shared(self) -> int:
+        """Slots that hold KV, where tables share blocks."""
         filled = np.zeros(self.num_blocks, np.int32)
-        named = 0
         for table in self._tables.values():
             whole, rest = divmod(table.num_computed, self.block_size)
             filled[table.blocks[table.num_released : whole]] = self.block_size
             if rest:
                 last = table.blocks[whole]
                 filled[last] = max(filled[last], rest)
-            named += len(table.held)
-        in_tables = int(np.count_nonzero(self._pool.counts - self._pool.pins))
-        return CacheUsage(self.num_used, self.num_cached, named - in_tables, int(filled.sum()))
+        return int(filled.sum())
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens takes."""
