@@ -45,6 +45,7 @@ CREW_WORK = 30_000
 """Numbers touched (about 15 us of work) from which an operation by itself is worth handing to the crew."""
 
 _PAGE = 4096
+"""Bytes between addresses that share a place in a first-level cache."""
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]

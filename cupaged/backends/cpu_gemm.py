@@ -21,7 +21,7 @@ PANEL_ROWS = 512
 SCRATCH_BYTES = CHUNK_ROWS * TILE_COLUMNS * 4 + PANEL_ROWS * TILE_COLUMNS * 4
 
 OWN_ROWS, OWN_PARTS = 2, 2
-"""Up to so many rows, in a crew of up to so many members, and of rows that nobody else works on, a member makes digits for itself."""
+"""A member makes digits of x for itself: of up to so many rows, in a crew of up to so many members, or where nobody else works on its rows."""
 
 # words of an operation
 X, X_STRIDE, K, W, GROUP_BYTES, N, Y, Y_STRIDE, BIAS, EPILOGUE = range(FIRST, FIRST + 10)

@@ -2,9 +2,9 @@
 
     sum over a block of x * w = (s * D) * sum(t * q) + M * (s * sum(t))        with w = D * q + M as in cpu_formats.py
 
-The sums over a block are exact as whole numbers, and the blocks are added in their order by two fused multiply-adds each, whatever the number
-of rows: a row's result is bit for bit the same in any company. 32 codes of four or five bits, or 16 of six, times digits of
-all three places fit 32 bits; of eight bits the last place is taken by itself.
+The sums over a block are exact as whole numbers, and the blocks are added in their order by two fused multiply-adds each,
+whatever the number of rows: a row's result is bit for bit the same in any company. 32 codes of four or five bits, or 16 of
+six, times digits of all three places fit 32 bits; of eight bits the last place is taken by itself.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ FETCH_BLOCKS, PIECE_WORDS = 16, 3
 """Blocks in which two tiles of rows ask for a piece of what the next attention reads, and the words of a piece."""
 
 PIECES_AT = 256
+"""Where the table of pieces begins in a tile's memory: behind D and M of 32 columns."""
+
 _SCALE_BYTES = 128
 """D and M of 16 columns."""
 
