@@ -21,7 +21,7 @@ class Answer:
         self._detokenizer = None
         if tokenizer is not None:
             self._detokenizer = Detokenizer(tokenizer, sequence.request.prompt_token_ids.tolist(), params.skip_special_tokens)
-        self._stop = StopChecker(params.stop, params.include_stop_str_in_output)
+        self._stop = StopChecker(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._token_ids: list[int] = []
         self._logprobs: list[TokenCandidates] = []
         self._text = ""
@@ -32,19 +32,20 @@ class Answer:
 
         Where there are stop strings, it has to follow every token. All else is the same however many come at once.
         """
+        sequence = self._sequence
         if self._complete:
             return None
-        sequence = self._sequence
         new = sequence.output_ids[len(self._token_ids) :].tolist()
         self._token_ids += new
-        self._logprobs += [token_candidates(c, self._tokenizer) for c in sequence.candidates[len(self._logprobs) :]]
+        if sequence.candidates:
+            self._logprobs += [token_candidates(c, self._tokenizer) for c in sequence.candidates[len(self._logprobs) :]]
         if self._detokenizer is None:
             return None
         shown = new[:-1] if self._hides_last_token() else new
         matched = self._show(self._detokenizer.push(shown))
         if matched is None and sequence.finish_reason is not None:
             matched = self._show(self._detokenizer.flush())
-            self._text += self._stop.flush()
+            self._text += "" if self._stop is None else self._stop.flush()
         self._complete = matched is not None or sequence.finish_reason is not None
         return matched
 
@@ -54,6 +55,9 @@ class Answer:
         return sequence.finish_reason == "stop" and not sequence.request.params.include_stop_str_in_output
 
     def _show(self, text: str) -> str | None:
+        if self._stop is None:
+            self._text += text
+            return None
         may_stop = len(self._token_ids) > self._sequence.request.params.min_tokens
         shown, matched = self._stop.push(text, may_stop)
         self._text += shown
@@ -62,16 +66,16 @@ class Answer:
     def output(self) -> CompletionOutput:
         """The answer so far, as a value of its own."""
         self.follow()
-        sequence = self._sequence
-        wanted = sequence.request.params.logprobs is not None
-        return CompletionOutput(
-            index=sequence.index,
-            text=self._text,
-            token_ids=self._token_ids.copy(),
-            cumulative_logprob=None if sequence.request.params.needed_logprobs is None else sequence.cumulative_logprob,
-            logprobs=self._logprobs.copy() if wanted else None,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
+        sequence, params = self._sequence, self._sequence.request.params
+        return CompletionOutput(  # by position: by name takes twice as long
+            sequence.index,
+            self._text,
+            self._token_ids.copy(),
+            None if params.needed_logprobs is None else sequence.cumulative_logprob,
+            None if params.logprobs is None else self._logprobs.copy(),
+            None,
+            sequence.finish_reason,
+            sequence.stop_reason,
         )
 
 

@@ -156,24 +156,25 @@ class Engine:
             ran = time.perf_counter()
             usage = self._scheduler.cache.usage() if self.observers else None
             changed = self._scheduler.apply(plan, output)
-            grown = self._follow(changed, ran)
-            outputs = self._reports([live for live in grown if not live.only_finished or live.request.status is Status.FINISHED])
+            outputs = self._reports(self._follow(changed, ran))
             if usage is not None:
                 self._record(plan, outputs, usage, (planning, ran - started - planning, time.perf_counter() - ran))
             return outputs
 
     def _follow(self, changed: list[Sequence], now: float) -> list[_Live]:
-        """The requests of sequences that got a token. A sequence that has just completed a stop string ends; all other text
-        is made when somebody wants to see it."""
-        grown: dict[_Live, None] = {}
+        """The requests of sequences that got a token, as far as somebody waits for an output now. A sequence that has just
+        completed a stop string ends; all other text is made when somebody wants to see it."""
+        wanted: dict[_Live, None] = {}
         for sequence in changed:
-            live = self._live[sequence.request.request_id]
-            grown[live] = None
+            request = sequence.request
+            live = self._live[request.request_id]
             if live.first_token is None:
                 live.first_token = now
             if live.has_stop_strings:
                 self._look_for_stop(live, sequence)
-        return list(grown)
+            if not live.only_finished or request.status is Status.FINISHED:
+                wanted[live] = None
+        return list(wanted)
 
     def _look_for_stop(self, live: _Live, sequence: Sequence) -> None:
         matched = self._answer(live, sequence).follow()
@@ -198,24 +199,16 @@ class Engine:
     def _report(self, live: _Live) -> RequestOutput:
         request = live.request
         finished = request.status is Status.FINISHED
-        output = RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=live.prompt_ids,
-            outputs=self._samples(live, finished) if request.beam is None else self._beams(request.beam),
-            finished=finished,
-            prompt_logprobs=(
-                None
-                if request.params.prompt_logprobs is None or not finished
-                else prompt_candidates(request.prompt_candidates, self.tokenizer)
-            ),
-            num_cached_tokens=request.num_cached or 0,
-            metrics=RequestMetrics(
-                arrival=request.arrival_time,
-                first_token=live.first_token,
-                finished=time.perf_counter() if finished else None,
-                num_preemptions=request.num_preemptions,
-            ),
+        reported = finished and request.params.prompt_logprobs is not None
+        output = RequestOutput(  # by position: by name takes twice as long
+            request.request_id,
+            request.prompt,
+            live.prompt_ids,
+            self._samples(live, finished) if request.beam is None else self._beams(request.beam),
+            finished,
+            prompt_candidates(request.prompt_candidates, self.tokenizer) if reported else None,
+            request.num_cached or 0,
+            RequestMetrics(request.arrival_time, live.first_token, time.perf_counter() if finished else None, request.num_preemptions),
         )
         if live.mailbox is not None:
             live.mailbox.append(output)

@@ -36,6 +36,6 @@ def promise_tokens(plan: StepPlan, live: Mapping[int, Sequence]) -> bool:
 def _must_be_read(item: ScheduledSequence, sequence: Sequence) -> bool:
     """Whether nothing can be planned for the sequence, or others of its request, before the output of this run is known."""
     forks = len(item.samples) > 1
-    watches = bool(item.samples) and any(len(word) > 1 for word in sequence.request.bad_words)
+    watches = bool(item.samples) and sequence.watches_words
     counts = bool(item.samples) and sequence.request.params.has_penalties and not sequence.history_sent
     return item.num_candidates > 0 or forks or watches or counts

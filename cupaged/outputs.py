@@ -1,4 +1,8 @@
-"""What a user gets back, in vLLM's shape: RequestOutput holds CompletionOutputs, they hold Logprobs."""
+"""What a user gets back, in vLLM's shape: RequestOutput holds CompletionOutputs, they hold Logprobs.
+
+They are values: the engine changes none that it has handed out. Those that a step may make for every request are not frozen,
+which would take several times as long to make.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ TokenCandidates = dict[int, Logprob]
 """Token id -> Logprob for one position: the chosen token first, then the most likely ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One answer. `text` and `token_ids` are everything so far; finish_reason is None while it grows.
 
@@ -39,7 +43,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of one request in seconds since an arbitrary start (time.perf_counter); None: not reached yet."""
 
@@ -49,7 +53,7 @@ class RequestMetrics:
     num_preemptions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """The state of a request after a step.
 

@@ -27,7 +27,17 @@ from cupaged.errors import InvariantError, RequestError
 from cupaged.lookahead import promise_tokens
 from cupaged.policy import FirstComeFirstServed, Policy
 from cupaged.sequence import Request, Sequence, Status, candidates
-from cupaged.step_plan import UNREAD, IntArray, ModelOutput, SampleSpec, ScheduledSequence, StepPlan
+from cupaged.step_plan import (
+    UNREAD,
+    Decodes,
+    IntArray,
+    ModelOutput,
+    SampleSpec,
+    ScheduledSequence,
+    StepPlan,
+    TokenLogprobs,
+)
+from cupaged.streak import Streak
 
 PROMISED: IntArray = np.array([UNREAD], np.int32)
 
@@ -44,14 +54,28 @@ def _turn(request: Request) -> tuple[bool, int]:
     return False, request.arrival
 
 
-class _Draft:
-    """A plan in the making. `crowded`: a running request found no block, and a plan in flight keeps others from giving way."""
+def _note_logprobs(sequence: Sequence, logprobs: TokenLogprobs, row: int) -> None:
+    k = sequence.request.params.logprobs
+    sequence.cumulative_logprob += float(logprobs.logprobs[row])
+    if k is not None:
+        sequence.candidates += candidates(logprobs, range(row, row + 1), k)
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
+
+class _Draft:
+    """A plan in the making. `crowded`: a running request found no block, and a plan in flight keeps others from giving way;
+    `decodes`: what a streak goes on with."""
+
+    def __init__(self, budget: int, decodes: Decodes | None = None) -> None:
+        self.budget = budget if decodes is None else budget - len(decodes)
         self.crowded = False
+        self.decodes = decodes
         self.items: list[ScheduledSequence] = []
         self.preempted: list[int] = []
+
+    def join(self) -> None:
+        """What the streak goes on with is a part of the plan like any other."""
+        self.items += self.decodes or ()
+        self.decodes = None
 
 
 class Scheduler:
@@ -79,7 +103,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._live: dict[int, Sequence] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._in_flight: dict[StepPlan, IntArray] = {}  # with the blocks that are pinned for it
+        self._in_flight: dict[StepPlan, tuple[IntArray, Streak | None]] = {}  # with the blocks that are pinned for it, and its streak
+        self._streak: Streak | None = None  # goes on from the plan that was made last
         self._next_arrival = 0
         self._next_id = 0
         self._step = 0
@@ -138,6 +163,7 @@ class Scheduler:
         if sequence.finish_reason is not None:
             return
         request = sequence.request
+        self._streak = None
         self.cache.release(sequence.seq_id, sequence.tokens, request.salt)
         sequence.restart()
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -152,7 +178,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step's plan; empty when there is nothing to compute or everything waits for plans in flight."""
-        draft = self._plan_running(self.running)
+        draft = None if self._in_flight else self._go_on(ahead=False)
+        draft = draft or self._plan_running(self.running)
         self._plan_waiting(draft)
         return self._take_off(draft)
 
@@ -163,14 +190,21 @@ class Scheduler:
         There must be one plan in flight. The new one is the next to run.
         """
         (before,) = self._in_flight
-        if not promise_tokens(before, self._live):
-            return None
-        draft = self._plan_running(self.running)
+        draft = self._go_on(ahead=True)
+        if draft is None:
+            if not promise_tokens(before, self._live):
+                return None
+            draft = self._plan_running(self.running)
         if draft.crowded:
             self._withdraw(draft.items)
             return None
         self._plan_waiting(draft)
-        return self._take_off(draft) if draft.items else None
+        return self._take_off(draft) if draft.items or draft.decodes else None
+
+    def _go_on(self, *, ahead: bool) -> _Draft | None:
+        """A draft of what the streak goes on with, if there is one and it does."""
+        decodes = None if self._streak is None else self._streak.next(ahead=ahead)
+        return None if decodes is None else _Draft(self._max_num_batched_tokens, decodes)
 
     def _plan_running(self, requests: Iterable[Request]) -> _Draft:
         """What these running requests compute in the next step."""
@@ -183,6 +217,7 @@ class Scheduler:
     def _plan_waiting(self, draft: _Draft) -> None:
         # who has just given its blocks up must not take them back in the same step
         while draft.budget and not draft.preempted and self.waiting and self._admit(self._admission.choose(self.waiting)):
+            draft.join()
             self._plan_request(self.running[-1], draft)
 
     def _take_off(self, draft: _Draft) -> StepPlan:
@@ -191,10 +226,12 @@ class Scheduler:
         swap_out, swap_in = self.cache.take_swaps()
         copies = self.cache.take_copies()
         plan = StepPlan(
-            self._step, self.cache.block_size, tuple(draft.items), tuple(draft.preempted), swap_out, swap_in, copies
+            self._step, self.cache.block_size, draft.decodes or tuple(draft.items), tuple(draft.preempted), swap_out, swap_in, copies
         )
         self._step += 1
-        self._in_flight[plan] = self.cache.pin(item.blocks for item in plan.sequences)
+        if draft.decodes is None:
+            self._streak = Streak.begin(plan, self._live, self.num_running_sequences, self.cache, self._window)
+        self._in_flight[plan] = self.cache.pin(plan.block_tables), self._streak
         return plan
 
     def _plan_request(self, request: Request, draft: _Draft) -> None:
@@ -279,7 +316,7 @@ class Scheduler:
             sequence.history_sent = True
         banned = sequence.banned_tokens()
         return tuple(
-            [SampleSpec(request.params, request.rows[i], request.seed, i, sequence.num_promised, banned, history) for i in indices]
+            [SampleSpec(request.params, request.rows[i], request.seed, i, banned, history) for i in indices]
         )
 
     # ---- admission
@@ -301,7 +338,19 @@ class Scheduler:
     def apply(self, plan: StepPlan, output: ModelOutput) -> list[Sequence]:
         """Book what the oldest plan in flight computed; the sequences that got a token, finished ones among them, in the
         plan's order."""
-        self._land(plan)
+        streak = self._land(plan)
+        if streak is not None and streak is self._streak:
+            may_end = streak.book(output.token_ids)
+            if output.logprobs is not None:
+                for row, sequence in enumerate(streak.sequences):
+                    _note_logprobs(sequence, output.logprobs, row)
+            for sequence, token_id in may_end:
+                self._end(sequence, token_id)
+            return streak.sequences
+        return self._book_runs(plan, output)
+
+    def _book_runs(self, plan: StepPlan, output: ModelOutput) -> list[Sequence]:
+        """The same for any plan, sequence by sequence."""
         changed: list[Sequence] = []
         searching: dict[Request, list[Sequence]] = {}
         row = 0
@@ -326,7 +375,11 @@ class Scheduler:
                 # forks first: a sequence that ends with its first token gives its blocks back
                 grown = [sequence, *[self._fork(sequence) for _ in item.samples[1:]]]
                 for sampled_row, each in enumerate(grown, first):
-                    self._book_token(each, output, sampled_row)
+                    token_id = output.token_ids.item(sampled_row)
+                    each.append(token_id)
+                    if output.logprobs is not None:
+                        _note_logprobs(each, output.logprobs, sampled_row)
+                    self._end(each, token_id)
                 changed += grown
         for request, beams in searching.items():
             changed += self._advance(request, beams, output)
@@ -367,14 +420,8 @@ class Scheduler:
         child.started = True
         return child
 
-    def _book_token(self, sequence: Sequence, output: ModelOutput, row: int) -> None:
-        token_id = int(output.token_ids[row])
-        sequence.append(token_id)
-        k = sequence.request.params.logprobs
-        if output.logprobs is not None:
-            sequence.cumulative_logprob += float(output.logprobs.logprobs[row])
-            if k is not None:
-                sequence.candidates += candidates(output.logprobs, range(row, row + 1), k)
+    def _end(self, sequence: Sequence, token_id: int) -> None:
+        """Finish a sequence if this token, its last, ends it."""
         ended = sequence.ended_by(token_id)
         if ended is not None:
             self.finish(sequence, *ended)
@@ -386,6 +433,7 @@ class Scheduler:
 
     def _withdraw(self, items: Iterable[ScheduledSequence], *, counted: bool = False) -> None:
         """Take back runs that were scheduled, and what was promised to their sequences."""
+        self._streak = None
         for item in items:
             sequence = self._live.get(item.seq_id)
             if sequence is not None:
@@ -394,22 +442,25 @@ class Scheduler:
                 if counted or any(spec.history is not None for spec in item.samples):
                     sequence.history_sent = False
 
-    def _land(self, plan: StepPlan, done: bool = True) -> None:
-        """The plan is no longer in flight: let go of its blocks. Copies that were not made are left to the next plan."""
+    def _land(self, plan: StepPlan, done: bool = True) -> Streak | None:
+        """The plan is no longer in flight: let go of its blocks; its streak. Copies that were not made are left to the next plan."""
         if plan is not next(iter(self._in_flight) if done else reversed(self._in_flight), None):
             raise InvariantError("plans are applied in their order, and cancelled from the latest backwards")
-        self.cache.unpin(self._in_flight.pop(plan))
+        pinned, streak = self._in_flight.pop(plan)
+        self.cache.unpin(pinned)
         if done:
             self.cache.copies_done(plan.copies)
             self.cache.swaps_done(plan.swap_out, plan.swap_in)
         else:
             self.cache.return_copies(plan.copies)
             self.cache.swaps_cancelled(plan.swap_out, plan.swap_in)
+        return streak
 
     # ---- leaving
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue, with all tokens and without blocks; what these hold goes to host memory or is lost."""
+        self._streak = None
         self.running.remove(request)
         swapped = self._swaps(request) and self.cache.swap_out([s.seq_id for s in request.live])
         for sequence in request.live:
@@ -436,8 +487,10 @@ class Scheduler:
     # ---- proof
 
     def check_invariants(self) -> None:
-        """Raise InvariantError unless queues, rows, counts and the cache agree."""
+        """Raise InvariantError unless queues, rows, counts, the streak and the cache agree."""
         self.cache.check_invariants()
+        if self._streak is not None:
+            self._streak.check_invariants()
         rows = sorted(self._free_rows + [row for r in self.running for row in r.rows])
         if rows != list(range(self._max_num_seqs)):
             raise InvariantError("sampling rows are lost or held twice")

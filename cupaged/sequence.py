@@ -126,6 +126,23 @@ class Sequence:
     token_source    which sample of the plan in flight is promised to it as its next token; -1: none
     """
 
+    __slots__ = (
+        "_tokens",
+        "candidates",
+        "cumulative_logprob",
+        "finish_reason",
+        "history_sent",
+        "index",
+        "num_computed",
+        "num_scheduled",
+        "num_tokens",
+        "request",
+        "seq_id",
+        "started",
+        "stop_reason",
+        "token_source",
+    )  # fmt: skip
+
     def __init__(self, seq_id: int, request: Request, index: int, tokens: IntArray) -> None:
         self.seq_id = seq_id
         self.request = request
@@ -188,6 +205,12 @@ class Sequence:
         self.num_tokens += 1
         self.token_source = -1
 
+    def advance(self, token_id: int) -> None:
+        """The one token that was on its way is computed, and has chosen the next."""
+        self.num_scheduled -= 1
+        self.num_computed += 1
+        self.append(token_id)
+
     # ---- rules of the request
 
     def banned_tokens(self) -> tuple[int, ...]:
@@ -202,6 +225,11 @@ class Sequence:
             if len(prefix) <= len(output) and output[len(output) - len(prefix) :].tolist() == prefix:
                 banned.add(last)
         return tuple(sorted(banned))
+
+    @property
+    def watches_words(self) -> bool:
+        """Whether its own tokens decide which token is banned next."""
+        return any(len(word) > 1 for word in self.request.bad_words)
 
     def ended_by(self, token_id: int) -> tuple[str, int | None] | None:
         """(finish_reason, stop_reason) if this token, just appended, ends the answer."""

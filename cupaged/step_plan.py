@@ -6,7 +6,9 @@ reads and writes, so that the runner needs neither the scheduler nor the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +36,7 @@ class SampleSpec:
     """How a token after a scheduled run of tokens is to be chosen. A value: nobody changes one.
 
     row_id        the stable row of per-sequence state in the backend, below max_num_seqs
-    seed, index   key and stream of the request's random numbers; the position completes the counter
-    position      absolute position of the token to choose
+    seed, index   key and stream of the request's random numbers; the token's position completes the counter
     banned        token ids that must not come out of this step (bad_words, min_tokens)
     history       (prompt ids, output ids) when the backend's penalty counts for the row must be rebuilt first,
                   else None: then they already hold every token the row has produced
@@ -45,7 +46,6 @@ class SampleSpec:
     row_id: int
     seed: int
     index: int
-    position: int
     banned: tuple[int, ...] = ()
     history: tuple[IntArray, IntArray] | None = None
 
@@ -86,30 +86,95 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Decodes(Sequence[ScheduledSequence]):
+    """Sequences that each compute one token and choose the next, as columns: what a ScheduledSequence would say of the i-th
+    stands in place i. Most steps are nothing else, and so need no object for every token.
+
+    seq_ids         one a sequence
+    starts          int32 [n]
+    token_ids       int32 [n]
+    block_tables    int32 [n, width], -1 behind a table's end
+    token_sources   int32 [n], or None: no token is UNREAD
+    samples         one a sequence; the very tuple of the plan before where nothing has changed
+    """
+
+    seq_ids: list[int]
+    starts: IntArray
+    token_ids: IntArray
+    block_tables: IntArray
+    token_sources: IntArray | None
+    samples: tuple[SampleSpec, ...]
+
+    def __len__(self) -> int:
+        return len(self.seq_ids)
+
+    @overload
+    def __getitem__(self, place: int) -> ScheduledSequence: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[ScheduledSequence, ...]: ...
+    def __getitem__(self, place: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
+        if isinstance(place, slice):
+            return tuple(self[i] for i in range(*place.indices(len(self))))
+        i = range(len(self))[place]
+        table = self.block_tables[i]
+        return ScheduledSequence(
+            seq_id=self.seq_ids[i],
+            start=self.starts.item(i),
+            token_ids=self.token_ids[i : i + 1],
+            blocks=table[: 1 + np.flatnonzero(table >= 0)[-1]],
+            samples=self.samples[i : i + 1],
+            token_source=-1 if self.token_sources is None else self.token_sources.item(i),
+        )
+
+
+def as_matrix(block_tables: Sequence[IntArray]) -> IntArray:
+    """Block tables as rows of int32 [n, width of the longest], -1 behind the others' ends."""
+    matrix = np.full((len(block_tables), max(map(len, block_tables), default=0)), -1, np.int32)
+    for row, table in zip(matrix, block_tables, strict=True):
+        row[: len(table)] = table
+    return matrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """Everything one step computes, in the order of the rows: sequences with one token first, then the others.
 
+    sequences       a tuple, or Decodes
     swap_out, swap_in, copies   int32 [n, 2] pairs (from, to) of whole blocks over all layers: to host memory, from
                     there, and within the pool; carried out in this order, before any write of the step
     preempted       arrival numbers of the requests that gave their blocks up for this plan
     num_tokens      rows of the step
     num_decode      sequences that compute a single token
+    samples         all tokens to choose, in the order of ModelOutput.token_ids
     """
 
     step: int
     block_size: int
-    sequences: tuple[ScheduledSequence, ...]
+    sequences: Sequence[ScheduledSequence]
     preempted: tuple[int, ...] = ()
     swap_out: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     swap_in: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     copies: IntArray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     num_tokens: int = field(init=False)
     num_decode: int = field(init=False)
+    samples: tuple[SampleSpec, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        lengths = [len(s.token_ids) for s in self.sequences]
-        object.__setattr__(self, "num_tokens", sum(lengths))
-        object.__setattr__(self, "num_decode", lengths.count(1))
+        sequences, set_ = self.sequences, object.__setattr__
+        if isinstance(sequences, Decodes):
+            lengths, samples = [1] * len(sequences), sequences.samples
+        else:
+            lengths, samples = [len(s.token_ids) for s in sequences], tuple(spec for s in sequences for spec in s.samples)
+        set_(self, "num_tokens", sum(lengths))
+        set_(self, "num_decode", lengths.count(1))
+        set_(self, "samples", samples)
+
+    @property
+    def block_tables(self) -> Iterable[IntArray]:
+        """The blocks that the sequences hold, int32, one sequence after the other; there may be -1 among them."""
+        if isinstance(self.sequences, Decodes):
+            return (self.sequences.block_tables.ravel(),)
+        return (s.blocks for s in self.sequences)
 
     @property
     def written_blocks(self) -> IntArray:
@@ -117,11 +182,6 @@ class StepPlan:
         size = self.block_size
         computed = [s.blocks[s.start // size : -(-s.stop // size)] for s in self.sequences]
         return np.concatenate([*computed, self.swap_in[:, 1], self.copies[:, 1]])
-
-    @property
-    def samples(self) -> tuple[SampleSpec, ...]:
-        """All tokens to choose, in the order of ModelOutput.token_ids."""
-        return tuple(spec for s in self.sequences for spec in s.samples)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -356,7 +356,7 @@ def test_a_step_that_fails_never_happened(fault: BaseException) -> None:
     assert finish(engine)[-1].outputs[0].token_ids == [1, 2, 3]
 
 
-@pytest.mark.parametrize("method", ["reserve", "commit"])
+@pytest.mark.parametrize("method", ["reserve", "unpin"])
 def test_ctrl_c_waits_for_the_bookkeeping(method: str) -> None:
     model = ScriptedModel({0: [1, 2, 3]})
     engine = make_engine(model)

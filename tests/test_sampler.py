@@ -19,10 +19,11 @@ def test_each_parameter_goes_to_its_own_row() -> None:
     )  # fmt: skip
     batch = sampler.pack(
         [
-            SampleSpec(SamplingParams(temperature=0), row_id=4, seed=1, index=0, position=5),
-            SampleSpec(full, row_id=2, seed=2**64 - 1, index=3, position=9, banned=(8, 11)),
-            SampleSpec(SamplingParams(top_k=-1, temperature=1e-6), row_id=0, seed=2, index=0, position=1),
-        ]
+            SampleSpec(SamplingParams(temperature=0), row_id=4, seed=1, index=0),
+            SampleSpec(full, row_id=2, seed=2**64 - 1, index=3, banned=(8, 11)),
+            SampleSpec(SamplingParams(top_k=-1, temperature=1e-6), row_id=0, seed=2, index=0),
+        ],
+        np.array([5, 9, 1], np.int32),
     )
     assert batch.num_rows == 3
     assert batch.temperature.tolist() == [0.0, 0.5, 0.0]
@@ -52,22 +53,33 @@ def test_histories_are_sent_for_the_rows_that_bring_one() -> None:
     backend: Backend = Recorder()  # type: ignore[assignment]  # the one operation that is used here
     history = (np.array([1, 2], np.int32), np.array([3], np.int32))
     params = SamplingParams(presence_penalty=1.0)
-    specs = [SampleSpec(params, 5, 0, 0, 3, history=history), SampleSpec(params, 6, 0, 0, 3)]
+    specs = [SampleSpec(params, 5, 0, 0, history=history), SampleSpec(params, 6, 0, 0)]
     sampler.send_histories(specs, backend)
     assert sent == [(5, [1, 2], [3])]
 
 
 def test_packing_step_after_step_is_packing_each() -> None:
     one, other = SamplingParams(temperature=0.5, logit_bias={3: 1.0}), SamplingParams(temperature=0.5, logit_bias={3: 2.0})
-    first = SampleSpec(one, row_id=0, seed=1, index=0, position=5)
-    second = SampleSpec(one, row_id=1, seed=2, index=0, position=9)
+    first, second = SampleSpec(one, row_id=0, seed=1, index=0), SampleSpec(one, row_id=1, seed=2, index=0)
+    both = (first, second)
     steps = [
-        *([first, second], [replace(first, position=6), replace(second, position=10)], [second, first], [first], []),
-        *([replace(first, params=other)], [first], [replace(first, seed=3)], [replace(first, index=1)]),
-        *([replace(first, row_id=2)], [replace(first, banned=(7,))], [replace(first, banned=(8,))], [first]),
+        *(both, both, (second, first), (first,), (first,), ()),
+        *((replace(first, params=other),), (first,), (replace(first, seed=3),), (replace(first, index=1),)),
+        *((replace(first, row_id=2),), (replace(first, banned=(7,)),), (replace(first, banned=(8,)),), (first,)),
     ]
     packer = sampler.Packer()
-    for specs in steps:
-        packed, whole = packer.pack(specs), sampler.pack(specs)
+    for step, specs in enumerate(steps):
+        positions = np.arange(step, step + len(specs), dtype=np.int32)
+        packed, whole = packer.pack(specs, positions), sampler.pack(specs, positions)
         for field in fields(packed):
             np.testing.assert_array_equal(getattr(packed, field.name), getattr(whole, field.name), err_msg=field.name)
+
+
+def test_the_packer_knows_how_many_logprobs_are_wanted() -> None:
+    packer = sampler.Packer()
+    wanted = []
+    for asked in ([None], [None, 3, 0], [0], [], [None]):
+        specs = tuple(SampleSpec(SamplingParams(logprobs=k), row_id=0, seed=0, index=0) for k in asked)
+        packer.pack(specs, np.arange(len(specs), dtype=np.int32))
+        wanted.append(packer.logprobs)
+    assert wanted == [-1, 3, 0, -1, -1]

@@ -49,7 +49,7 @@ def test_a_prompt_then_one_token_a_step() -> None:
     assert shape(first) == [(0, 0, 5)]
     assert first.sequences[0].blocks.tolist() == [0, 1]
     assert first.sequences[0].samples
-    assert first.sequences[0].samples[0].position == 5
+    assert first.sequences[0].stop == 5
     assert shape(step(scheduler)) == [(0, 5, 1)]
     assert shape(step(scheduler)) == [(0, 6, 1)]
     assert sequence.request.status is Status.FINISHED

@@ -96,6 +96,7 @@ class CpuBackend:
         self._crew = Crew(self.threads, pin=pin)
         self._crew.reserve(max(cpu_gemm.SCRATCH_BYTES, cpu_rows.SCRATCH_BYTES))
         self._counts = sampling.TokenCounts()
+        self._sampler = cpu_sampling.Sampler(self._crew, self._counts)
         self._record: _Record | None = None
         self._room = aligned((0,), np.float32)
 
@@ -286,7 +287,7 @@ class CpuBackend:
         self._counts.set_history(row_id, prompt_ids, output_ids)
 
     def sample(self, logits: F32, batch: SamplingBatch, out: I32 | None = None) -> I32:
-        return put(cpu_sampling.sample(logits, batch, self._counts, self._crew), out)
+        return put(self._sampler.sample(logits, batch), out)
 
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return cpu_sampling.token_logprobs(logits, token_ids, k, self._crew)

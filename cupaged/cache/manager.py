@@ -6,7 +6,7 @@ the value None, corruption is an InvariantError.
     adopt     begin a sequence with the cached prefix of its tokens, shared, not copied
     reserve   grow a sequence's table, and give it a private copy of what it is about to write to (copy-on-write)
     fork      begin a sequence as a copy of another: all blocks shared by count
-    commit    a completed step wrote the KV of so many tokens; full blocks are published
+    commit    a completed step wrote the KV of so many tokens; full blocks are published; commit_one: of one more each
     release   the sequence gives its blocks back, and publishes what is computed, its partly filled tail included
     swap_out  a preempted request's sequences go to host memory, and swap_in brings them back
     pin       a plan in flight reads or writes these blocks: none of them is reused before unpin
@@ -242,6 +242,11 @@ class CacheManager:
         table.num_computed = num_computed
         if num_computed // self.block_size > table.num_published:
             self._publish(table, tokens[: num_computed // self.block_size * self.block_size], salt)
+
+    def commit_one(self, seq_ids: Iterable[int]) -> None:
+        """The same of one more token of each of these sequences. Where that fills a block, `commit` has to follow."""
+        for seq_id in seq_ids:
+            self._tables[seq_id].num_computed += 1
 
     def _publish(self, table: BlockTable, tokens: IntArray, salt: str) -> None:
         """Put the blocks of these tokens into the tree; where it has equal ones already, the table takes those."""

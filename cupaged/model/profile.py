@@ -40,6 +40,6 @@ def memory_for_pool(backend: Backend, model: Llama, config: EngineConfig) -> int
 
 def _largest_step(rows: int, num_blocks: int, block_size: int) -> StepPlan:
     """One prompt of `rows` tokens and its first token, greedy."""
-    sample = SampleSpec(params=SamplingParams(temperature=0), row_id=0, seed=0, index=0, position=rows)
+    sample = SampleSpec(params=SamplingParams(temperature=0), row_id=0, seed=0, index=0)
     prompt = ScheduledSequence(0, 0, np.zeros(rows, np.int32), np.arange(num_blocks, dtype=np.int32), (sample,))
     return StepPlan(0, block_size, (prompt,))

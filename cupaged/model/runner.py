@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from cupaged.backends.base import Array, Backend, BatchLimits
+from cupaged.backends.base import Array, Backend, BatchLimits, SamplingBatch
 from cupaged.backends.download import Download
 from cupaged.model import batch as batches
 from cupaged.model import sampler
 from cupaged.model.kv_store import KVStore
 from cupaged.model.late_output import LateCandidates, LateLogprobs, LateOutput
 from cupaged.model.llama import Buffers, Llama, attend, finish, forward, head
-from cupaged.step_plan import IntArray, ModelOutput, SampleSpec, StepPlan
+from cupaged.step_plan import Decodes, IntArray, ModelOutput, SampleSpec, StepPlan
 
 LogitsOf = Callable[[IntArray], Array]
 """Rows of a step -> their logits."""
@@ -85,9 +85,10 @@ class Runner:
         self._kv.move_blocks(plan)
         batch = batches.build(plan)
         self._backend.set_batch(self._batch, batch.token_ids, batch.attention, batch.sources)
+        parameters = self._packer.pack(plan.samples, batch.sample_positions)  # before the model makes the host's caches forget all this
         if _all_choose(plan):
             self._forward_and_head(plan.num_tokens)
-            return LateOutput(*self._sample(plan.samples, self._logits[: plan.num_tokens]), {}, None)
+            return LateOutput(*self._sample(plan.samples, parameters, self._logits[: plan.num_tokens]), {}, None)
         if plan.num_decode == plan.num_tokens:
             self._forward(plan.num_tokens)
             logits_of = self._head
@@ -96,7 +97,7 @@ class Runner:
             logits_of = self._finish
         prompt_logprobs = self._prompt_logprobs(plan, batch.attention.query_start, logits_of)
         candidates = self._candidates(plan, batch.attention.query_start, logits_of)
-        token_ids, logprobs = self._sample(plan.samples, logits_of(batch.sample_rows)) if len(batch.sample_rows) else (None, None)
+        token_ids, logprobs = self._sample(plan.samples, parameters, logits_of(batch.sample_rows)) if plan.samples else (None, None)
         return LateOutput(token_ids, logprobs, prompt_logprobs, candidates)
 
     def _head(self, rows: IntArray) -> Array:
@@ -116,16 +117,15 @@ class Runner:
         self._rest(count)
         return self._logits[:count]
 
-    def _sample(self, specs: Sequence[SampleSpec], logits: Array) -> tuple[Download, LateLogprobs | None]:
+    def _sample(self, specs: tuple[SampleSpec, ...], parameters: SamplingBatch, logits: Array) -> tuple[Download, LateLogprobs | None]:
         """The chosen tokens, and their logprobs if anybody wants them."""
-        backend = self._backend
-        wanted = max(-1 if spec.params.needed_logprobs is None else spec.params.needed_logprobs for spec in specs)
+        backend, count, wanted = self._backend, len(specs), self._packer.logprobs
         untouched = None
         if wanted >= 0:  # sampling works in place, and logprobs are the model's own
             untouched = backend.empty(logits.shape, np.float32)
-            backend.gather_rows(logits, backend.upload(np.arange(len(specs), dtype=np.int32)), out=untouched)
+            backend.gather_rows(logits, backend.upload(np.arange(count, dtype=np.int32)), out=untouched)
         sampler.send_histories(specs, backend)
-        token_ids = backend.sample(logits, self._packer.pack(specs), None if self._chosen is None else self._chosen[: len(specs)])
+        token_ids = backend.sample(logits, parameters, None if self._chosen is None else self._chosen[:count])
         logprobs = None if untouched is None else self._logprobs(untouched, token_ids, wanted)
         return backend.download_later(token_ids), logprobs
 
@@ -160,4 +160,4 @@ class Runner:
 
 def _all_choose(plan: StepPlan) -> bool:
     """Whether every row of the step chooses one token; nothing else is wanted of it then."""
-    return all(item.num_tokens == len(item.samples) == 1 for item in plan.sequences)
+    return isinstance(plan.sequences, Decodes) or all(item.num_tokens == len(item.samples) == 1 for item in plan.sequences)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from cupaged.backends.base import Backend, SamplingBatch
-from cupaged.step_plan import SampleSpec
+from cupaged.step_plan import IntArray, SampleSpec
 
 
-def pack(specs: Sequence[SampleSpec]) -> SamplingBatch:
-    """Parameters of all tokens to choose as flat arrays, one row each."""
+def pack(specs: Sequence[SampleSpec], positions: IntArray) -> SamplingBatch:
+    """Parameters of all tokens to choose as flat arrays, one row each. `positions`: int32 [n], where these tokens will stand."""
     params = [spec.params for spec in specs]
     biases = [_biases(spec) for spec in specs]
     bias_start = np.zeros(len(specs) + 1, np.int32)
@@ -27,7 +26,7 @@ def pack(specs: Sequence[SampleSpec]) -> SamplingBatch:
         presence=np.array([p.presence_penalty for p in params], np.float32),
         frequency=np.array([p.frequency_penalty for p in params], np.float32),
         seeds=np.array([spec.seed for spec in specs], np.uint64),
-        positions=np.array([spec.position for spec in specs], np.int32),
+        positions=positions,
         indices=np.array([spec.index for spec in specs], np.int32),
         row_ids=np.array([spec.row_id for spec in specs], np.int32),
         bias_start=bias_start,
@@ -38,17 +37,22 @@ def pack(specs: Sequence[SampleSpec]) -> SamplingBatch:
 
 
 class Packer:
-    """Packs one step after another: where the rows are those of the step before, as they mostly are, only their positions."""
+    """Packs one step after another: where the samples are those of the step before, as they mostly are, only their positions.
+
+    logprobs    how many likely tokens to report beside the chosen ones that were packed last, at most; -1: no logprobs
+    """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Any, ...]] = []
-        self._batch = pack([])
+        self._specs: tuple[SampleSpec, ...] = ()
+        self._batch = pack(self._specs, np.empty(0, np.int32))
+        self.logprobs = -1
 
-    def pack(self, specs: Sequence[SampleSpec]) -> SamplingBatch:
-        rows = [(spec.params, spec.row_id, spec.seed, spec.index, spec.banned) for spec in specs]
-        if rows == self._rows:
-            return replace(self._batch, positions=np.array([spec.position for spec in specs], np.int32))
-        self._rows, self._batch = rows, pack(specs)
+    def pack(self, specs: tuple[SampleSpec, ...], positions: IntArray) -> SamplingBatch:
+        if specs is self._specs:
+            return replace(self._batch, positions=positions)
+        self._specs, self._batch = specs, pack(specs, positions)
+        wanted = [spec.params.needed_logprobs for spec in specs]
+        self.logprobs = max([-1, *(k for k in wanted if k is not None)])
         return self._batch
 
 

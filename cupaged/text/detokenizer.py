@@ -32,7 +32,7 @@ class Detokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens complete. Raises RequestError for an id outside the vocabulary."""
         token_bytes, skip = self._tokenizer.token_bytes, self._skip
-        return self._strip_start(self._utf8.decode(b"".join(token_bytes(i) for i in token_ids if i not in skip)))
+        return self._strip_start(self._utf8.decode(b"".join([token_bytes(i) for i in token_ids if i not in skip])))
 
     def flush(self) -> str:
         """The end of the text: U+FFFD for a character that was never finished, else nothing."""

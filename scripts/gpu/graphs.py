@@ -45,7 +45,7 @@ class Lives:
 
     def _grow(self, s: int, count: int) -> ScheduledSequence:
         start, self._lengths[s] = self._lengths[s], self._lengths[s] + count
-        sample = SampleSpec(SamplingParams(temperature=0, logprobs=5), row_id=s, seed=0, index=0, position=start + count)
+        sample = SampleSpec(SamplingParams(temperature=0, logprobs=5), row_id=s, seed=0, index=0)
         tokens = self._draw.integers(0, TINY.vocab_size, count).astype(np.int32)
         return ScheduledSequence(s, start, tokens, self._blocks[s, : -(-(start + count) // BLOCK)], (sample,))
 

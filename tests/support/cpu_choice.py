@@ -15,7 +15,8 @@ def crew() -> Crew:
 
 
 def sample(*arguments: Any) -> Any:
-    return cpu_sampling.sample(*arguments, crew())
+    logits, batch, counts = arguments
+    return cpu_sampling.Sampler(crew(), counts).sample(logits, batch)
 
 
 def token_logprobs(*arguments: Any) -> Any:

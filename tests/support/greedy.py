@@ -36,7 +36,7 @@ def greedy(
     start = 0
     while len(tokens) < len(prompt) + count:
         stop = min(len(tokens), start + chunk) if chunk else len(tokens)
-        spec = SampleSpec(params, row_id=0, seed=0, index=0, position=len(tokens)) if stop == len(tokens) else None
+        spec = SampleSpec(params, row_id=0, seed=0, index=0) if stop == len(tokens) else None
         table = np.array(blocks[: -(-stop // block_size)], np.int32)
         item = ScheduledSequence(0, start, np.array(tokens[start:stop], np.int32), table, () if spec is None else (spec,))
         output = runner.run(StepPlan(0, block_size, (item,)))

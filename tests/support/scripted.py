@@ -75,9 +75,9 @@ class ScriptedModel:
         for item in plan.sequences:
             for spec in item.samples:
                 forked = spec.index > 0 and len(item.samples) == 1  # has its first token from its parent's row
-                first = self._prompt.setdefault(item.seq_id, spec.position - forked)
+                first = self._prompt.setdefault(item.seq_id, item.stop - forked)
                 script = self.script(item.seq_id, spec.index)
-                tokens.append(script[(spec.position - first) % len(script)])
+                tokens.append(script[(item.stop - first) % len(script)])
         ids = np.array(tokens, np.int32)
         reports = {
             item.seq_id: _logprobs(item.prompt_targets)
