@@ -80,7 +80,7 @@ class Streak:
     def _reserve(self) -> bool:
         """Have a slot for the next token of every sequence; False where there is no room for one."""
         places = self._changed.union(self._at_block[self._planned % self._cache.block_size])
-        for place in places:
+        for place in sorted(places):
             start = self._first[place] + self._planned
             blocks = self._cache.reserve(self._ids[place], start, start + 1)
             if blocks is None:

@@ -11,7 +11,8 @@ prefill   one prompt of 1,024 tokens
 batch4    decoding 4 sequences together: prompts of 64 tokens, 128 generated
 batch8    the same with 8
 busy      16 requests of the workload, alone and beside another program that keeps one core busy
-host      a step of 64 sequences: the share that is not the model's arithmetic
+host      a step of 64 sequences: what is not the model's arithmetic, where each has an output at its end, and after every step
+host1     the same of one sequence
 startup   from `cupaged generate` to the end of its first token: with everything cached, and with no compiled kernels
 
 Every measurement is a fresh process, engines take turns (A B A B), and ratios are between medians. docs/performance.md
@@ -37,13 +38,13 @@ from busy_core import BusyCore
 
 from cupaged.folders import cache_dir
 
-ALONE = ("host", "startup")
+ALONE = ("host", "host1", "startup")
 """Measurements of cupaged only; in all others the peers take part."""
 
 OTHER_WEIGHTS = {"stream16": (FLOAT16,), "ttft": (STORED, FLOAT16), "batch4": (STORED, FLOAT16), "batch8": (STORED, FLOAT16)}
 """Measurements that are not of the model's own weights alone."""
 
-MEASUREMENTS = ("workload", "stream", "stream16", "ttft", "prefill", "batch4", "batch8", "busy", "host", "startup")
+MEASUREMENTS = ("workload", "stream", "stream16", "ttft", "prefill", "batch4", "batch8", "busy", "host", "host1", "startup")
 
 Figures = dict[str, Any]
 

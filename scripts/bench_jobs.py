@@ -19,6 +19,7 @@ _SHAPES = {
     "batch4": (4, 64, 128),
     "batch8": (8, 64, 128),
     "host": (64, 64, 64),
+    "host1": (1, 64, 128),
 }
 _IN_TURN = ("ttft",)
 """Each request begins when the one before has ended; elsewhere all are there at the start."""

@@ -134,21 +134,24 @@ def _prefill(runs: Runs) -> str:
     return _compare(runs, prompt_speed, {}, "prompt tokens/s")
 
 
-def host_shares(figures: Figures) -> dict[str, float]:
-    """Milliseconds of a median full step by part; `booking`: the percentage of scheduling, applying and sampling, `share`: of
-    all that is not the model's arithmetic."""
-    steps = figures["host_steps"]
-    median = {name: 1000 * statistics.median(step[name] for step in steps) for name in steps[0]}
-    outside = statistics.median(1 - step["model"] / step["total"] for step in steps)
-    booking = statistics.median((step["schedule"] + step["apply"] + step["sampling"]) / step["total"] for step in steps)
-    return {**median, "booking": 100 * booking, "share": 100 * outside}
+HOST_PARTS = ("schedule", "batch", "sampling", "apply", "outputs")
+
+
+def host_shares(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Of a median full step: milliseconds by part, in `host` of all but the model's arithmetic, and in `share` its percentage."""
+    median = {name: 1000 * statistics.median(step[name] for step in steps) for name in ("total", "model", *HOST_PARTS)}
+    host = 1000 * statistics.median(step["total"] - step["model"] for step in steps)
+    share = 100 * statistics.median(1 - step["model"] / step["total"] for step in steps)
+    return {**median, "host": host, "share": share}
 
 
 def _host(runs: Runs) -> str:
-    shares = [host_shares(figures) for figures in runs[OURS]]
-    names = ["total", "model", "sampling", "schedule", "apply"]
-    row = [spread([share[name] for share in shares], 2) for name in names] + [spread([share[name] for share in shares]) for name in ("booking", "share")]
-    return table(["step ms", *(f"{name} ms" for name in names[1:]), "% bookkeeping and sampling", "% all but the model"], [row])
+    rows = []
+    for outputs in runs[OURS][0]["host_steps"]:
+        shares = [host_shares(figures["host_steps"][outputs]) for figures in runs[OURS]]
+        names = ("total", "model", *HOST_PARTS, "host", "share")
+        rows.append([outputs, *(spread([share[name] for share in shares], 1 if name == "share" else 2) for name in names)])
+    return table(["an output", "step ms", "model ms", *(f"{name} ms" for name in HOST_PARTS), "all but the model ms", "%"], rows)
 
 
 def _startup(runs: Runs) -> str:
@@ -166,5 +169,6 @@ _SECTIONS: dict[str, Callable[[Runs], str]] = {
     "busy": _busy,
     "prefill": _prefill,
     "host": _host,
+    "host1": _host,
     "startup": _startup,
 }

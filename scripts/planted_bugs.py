@@ -27,7 +27,7 @@ TESTS = tuple(
     f"tests/test_{name}.py"
     for name in (
         *("block_pool", "prefix_tree", "manager", "scheduler", "policy", "engine", "sampler", "memory"),
-        *("lookahead", "overlap", "radix_optimal", "sharing", "groups", "beam_references", "scheduler_stateful", "equality"),
+        *("lookahead", "overlap", "radix_optimal", "sharing", "groups", "beam_references", "streak", "scheduler_stateful", "equality"),
     )
 )
 KERNEL_TESTS = tuple(f"tests/test_{name}.py" for name in ("split_plan", "kernels", "kernel_graphs", "late_tokens", "cupy_swaps", "cupy_uploads", "sampling_agreement", "kernel_engine"))
@@ -52,8 +52,8 @@ class Bug:
         path.write_text(text, encoding="utf-8")
 
 
-SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM, STEPS, LOOKAHEAD = (
-    f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam", "steps", "lookahead")
+SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM, STEPS, LOOKAHEAD, STREAK, PLAN = (
+    f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam", "steps", "lookahead", "streak", "step_plan")
 )
 POOL, MANAGER, TREE, EVICTION, SWAP = (f"cupaged/cache/{name}.py" for name in ("block_pool", "manager", "prefix_tree", "eviction", "swap_space"))
 BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("batch", "sampler", "kv_store", "runner"))
@@ -61,7 +61,7 @@ BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("bat
 BUGS = (
     # ---- the pool
     Bug("freed while a plan reads it (no pins)", SCHEDULER, (
-        ("self._in_flight[plan] = self.cache.pin(item.blocks for item in plan.sequences)", "self._in_flight[plan] = self.cache.pin([])"),
+        ("self._in_flight[plan] = self.cache.pin(plan.block_tables), self._streak", "self._in_flight[plan] = self.cache.pin([]), self._streak"),
     )),
     Bug("released, and still counted", POOL, (("        self.counts[blocks] = counts\n        idle", "        idle"),)),
     Bug("released twice", MANAGER, (
@@ -153,12 +153,12 @@ BUGS = (
     Bug("an answer from beyond the beam width", BEAM, (("list(zip(best, ends, strict=True))[: self.params.beam_width]", "list(zip(best, ends, strict=True))"),)),
     Bug("never stops early as if by the present length", BEAM, (('longest = self.params.early_stopping == "never" and', "longest = False and"),)),
     Bug("never stops early whatever the penalty's sign", BEAM, (('self.params.early_stopping == "never" and self.params.length_penalty > 0', 'self.params.early_stopping == "never"'),)),
-    Bug("children with one generator key", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, 0, sequence.num_promised"),)),
-    Bug("the key is the sequence's, not the index in the request", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, i + sequence.seq_id - sequence.index, sequence.num_promised"),)),
+    Bug("children with one generator key", SCHEDULER, (("request.seed, i, banned", "request.seed, 0, banned"),)),
+    Bug("the key is the sequence's, not the index in the request", SCHEDULER, (("request.seed, i, banned", "request.seed, i + sequence.seq_id - sequence.index, banned"),)),
     Bug("children with one row of penalty counts", SCHEDULER, (("request.rows[i], request.seed", "request.rows[0], request.seed"),)),
     Bug("only the first child knows the history", SCHEDULER, (("banned, history) for i in indices", "banned, history if i == indices[0] else None) for i in indices"),)),
     Bug("the first child to end takes the blocks along", SCHEDULER, (
-        ("                grown = [sequence, *[self._fork(sequence) for _ in item.samples[1:]]]\n                for sampled_row, each in enumerate(grown, first):\n                    self._book_token(each, output, sampled_row)\n", "                grown = []\n                for sampled_row in range(first, row):\n                    grown.append(self._fork(sequence) if grown else sequence)\n                    self._book_token(grown[-1], output, sampled_row)\n"),
+        ("                grown = [sequence, *[self._fork(sequence) for _ in item.samples[1:]]]\n                for sampled_row, each in enumerate(grown, first):\n", "                grown = []\n                for sampled_row in range(first, row):\n                    each = self._fork(sequence) if grown else sequence\n                    grown.append(each)\n"),
     )),
     Bug("admission forgets the other samples", ADMISSION, (("growth = _growing(running) + self._own_blocks(lead, others)", "growth = _growing(running)"),)),
     Bug("the best by the sum, not the mean", ENGINE, ((" / max(1, len(a.token_ids))", ""),)),
@@ -217,14 +217,13 @@ BUGS = (
     Bug("a step beyond the longest answer", LOOKAHEAD, (("sequence.num_tokens + 1 < sequence.request.max_len", "sequence.num_tokens < sequence.request.max_len"),)),
     Bug("beams are planned ahead", LOOKAHEAD, (("return item.num_candidates > 0 or forks", "return forks"),)),
     Bug("a prompt goes on before its answers fork", LOOKAHEAD, (("forks = len(item.samples) > 1", "forks = False"),)),
-    Bug("bad words are looked for without the last token", LOOKAHEAD, (("any(len(word) > 1 for word in sequence.request.bad_words)", "False"),)),
+    Bug("bad words are looked for without the last token", SEQUENCE, (("return any(len(word) > 1 for word in self.request.bad_words)", "return False"),)),
     Bug("a history is sent without the promised token", LOOKAHEAD, (("sequence.request.params.has_penalties and not sequence.history_sent", "False"),)),
     Bug("swapped in before it is swapped out", MANAGER, ((" if self._swap.has_got(host) else None", ""),)),
     Bug("what was swapped out never comes back", SWAP, (("        self._awaited[host_blocks] = False\n", ""),)),
     Bug("a promise is kept twice", SEQUENCE, (("        self.num_tokens += 1\n        self.token_source = -1\n", "        self.num_tokens += 1\n"),)),
     Bug("a withdrawn run leaves its promise", SCHEDULER, (("                sequence.token_source = -1\n", ""),)),
     Bug("a promised token is not counted for min_tokens", SEQUENCE, (("return self.num_promised - self.request.num_prompt", "return self.num_tokens - self.request.num_prompt"),)),
-    Bug("a promised token's position is that of the last one", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, i, sequence.num_tokens"),)),
     Bug("no room is made for a promised token", SCHEDULER, (("start, sequence.num_promised)) is None", "start, sequence.num_tokens)) is None"),)),
     Bug("a full pool goes on without the one that is stuck", SCHEDULER, (("                    draft.crowded = True\n", ""),)),
     Bug("a draft that came to nothing stays scheduled", SCHEDULER, (("            self._withdraw(draft.items)\n            return None\n", "            return None\n"),)),
@@ -238,15 +237,48 @@ BUGS = (
     Bug("what nobody waits for stays in flight", ENGINE, (("            self._steps.forget()\n", "            pass\n"),)),
     Bug("the next plan waits for this one's tokens", STEPS, (("(self._scheduler.schedule, self._scheduler.schedule_ahead)[len", "(self._scheduler.schedule,)[len"),)),
     Bug("a token with a value and a source is computed", BATCH, (("if ((token_ids == UNREAD) != (sources >= 0)).any():", "if False:"),)),
+    # ---- streaks
+    Bug("a streak outlives a sequence", SCHEDULER, (("        self._streak = None\n        self.cache.release", "        self.cache.release"),)),
+    Bug("a streak outlives a cancelled plan", SCHEDULER, (('their sequences."""\n        self._streak = None\n', 'their sequences."""\n'),)),
+    Bug("a streak goes on without who has joined", SCHEDULER, (("        if draft.decodes is None:\n            self._streak", "        if self._streak is None:\n            self._streak"),)),
+    Bug("who joins a streak drives the others out", SCHEDULER, (("        self.items += self.decodes or ()\n", ""),)),
+    Bug("a streak plans while its tokens are on their way", SCHEDULER, (("None if self._in_flight else self._go_on(ahead=False)", "self._go_on(ahead=False)"),)),
+    Bug("a streak's budget is everybody's", SCHEDULER, (("budget if decodes is None else budget - len(decodes)", "budget"),)),
+    Bug("a streak books the plan of the one before", SCHEDULER, (("if streak is not None and streak is self._streak:", "if self._streak is not None:"),)),
+    Bug("a streak begins with a part of the running", STREAK, (("len(plan.samples) == running > 0", "len(plan.samples) > 0"),)),
+    Bug("a streak sends a history twice", STREAK, ((" or item.samples[0].history is not None", ""),)),
+    Bug("a streak of watched words", STREAK, (("sequence.watches_words or ", ""),)),
+    Bug("a streak keeps a ban for too long", STREAK, (("min(to_choose, barred - 1)", "min(to_choose, barred)"),)),
+    Bug("a streak goes on behind the last token", STREAK, (("request.max_len - 1 - start", "request.max_len - start"),)),
+    Bug("a streak overlooks the longest answer", STREAK, (("if self._booked >= self._before_longest:", "if self._booked > self._before_longest:"),)),
+    Bug("a streak overlooks stop tokens", STREAK, (("if s.request.eos_ids or s.request.stop_ids]", "if s.request.eos_ids]"),)),
+    Bug("a streak overlooks EOS", STREAK, (("if s.request.eos_ids or s.request.stop_ids]", "if s.request.stop_ids]"),)),
+    Bug("a streak reserves a block too late", STREAK, (("self._at_block[self._planned % self._cache.block_size]", "self._at_block[(self._planned - 1) % self._cache.block_size]"),)),
+    Bug("a streak publishes a block too early", STREAK, (("phase = self._booked % self._cache.block_size", "phase = (self._booked + 1) % self._cache.block_size"),)),
+    Bug("a streak reads blocks that were merged away", STREAK, (("num_computed, sequence.request.salt)\n            self._changed.add(place)\n", "num_computed, sequence.request.salt)\n"),)),
+    Bug("a streak reads blocks that it left behind", STREAK, (("behind)\n                self._changed.add(place)\n", "behind)\n"),)),
+    Bug("a streak leaves nothing behind", STREAK, (("            if behind > 0:\n", "            if False:\n"),)),
+    Bug("a streak begins with the tables it was planned with", STREAK, (("self._changed = set(range(len(sequences)))", "self._changed: set[int] = set()"),)),
+    Bug("a streak changes tables that are in flight", STREAK, (("tables = old.copy() if width <= old.shape[1] else", "tables = old if width <= old.shape[1] else"),)),
+    Bug("a streak takes the wrong tokens", STREAK, (("else (self._chosen, None)", "else (self._chosen[::-1], None)"),)),
+    Bug("a streak takes tokens from the wrong source", STREAK, (("self._places = np.arange(len(sequences), dtype=np.int32)", "self._places = np.arange(len(sequences), dtype=np.int32)[::-1]"),)),
+    Bug("a streak promises nobody its token", STREAK, (("                sequence.token_source = place\n", "                pass\n"),)),
+    Bug("a streak forgets what is on its way", STREAK, (("            sequence.num_scheduled += 1\n", "            pass\n"),)),
+    Bug("a streak commits nothing", STREAK, (("        self._cache.commit_one(self._ids)\n", ""),)),
+    Bug("logprobs end with the streak's first plan", SCHEDULER, (("                for row, sequence in enumerate(streak.sequences):\n", "                for row, sequence in enumerate(()):\n"),)),
+    Bug("items of a streak have the others' tables", PLAN, (("table = self.block_tables[i]", "table = self.block_tables[0]"),)),
+    Bug("items of a streak have no source", PLAN, (("-1 if self.token_sources is None else self.token_sources.item(i)", "-1"),)),
+    Bug("the packer reports logprobs of the step before", SAMPLER, (("self.logprobs = max([-1, *(k for k in wanted if k is not None)])", "self.logprobs = max([self.logprobs, *(k for k in wanted if k is not None)])"),)),
     # ---- batch, sampling, engine
     Bug("position off by one", BATCH, (("np.repeat(starts - query_start[:-1], lengths)", "np.repeat(starts - query_start[:-1] + (starts > 0), lengths)"),)),
-    Bug("slot of the wrong block", BATCH, (("blocks.astype(np.int64) * plan.block_size + offset", "blocks.astype(np.int64) * plan.block_size + (offset + 1) % plan.block_size"),)),
+    Bug("slot of the wrong block", BATCH, (("= blocks * block_size + offset", "= blocks * block_size + (offset + 1) % block_size"),)),
     Bug("context ends a token early", BATCH, (("    context_lens = starts + lengths\n", "    context_lens = starts + np.maximum(lengths - 1, 1)\n"),)),
     Bug("the first row is sampled, not the last", BATCH, (("np.repeat(query_start[1:] - 1, samples)", "np.repeat(query_start[:-1], samples)"),)),
-    Bug("the generator's key is reused", SCHEDULER, (("request.seed, i, sequence.num_promised", "request.seed, i, request.num_prompt"),)),
+    Bug("the generator's key is reused", BATCH, (("sample_positions=np.repeat(context_lens, samples)", "sample_positions=np.repeat(lengths, samples)"),)),
+    Bug("the generator's key is reused in a streak", BATCH, (("        sample_positions=context_lens,\n", "        sample_positions=np.zeros_like(context_lens),\n"),)),
     Bug("all requests share a seed", SAMPLER, (("[spec.seed for spec in specs]", "[0 for spec in specs]"),)),
-    Bug("rows of the step before are sampled", SAMPLER, (("if rows == self._rows:", "if len(rows) == len(self._rows):"),)),
-    Bug("a row stays at its position", SAMPLER, (("return replace(self._batch, positions=np.array([spec.position for spec in specs], np.int32))", "return self._batch"),)),
+    Bug("rows of the step before are sampled", SAMPLER, (("if specs is self._specs:", "if len(specs) == len(self._specs):"),)),
+    Bug("a row stays at its position", SAMPLER, (("return replace(self._batch, positions=positions)", "return self._batch"),)),
     Bug("nobody looks for stop strings in an answer whose end is wanted", ENGINE, (("if live.has_stop_strings:", "if live.has_stop_strings and not live.only_finished:"),)),
     Bug("an answer is taken for ended too early", "cupaged/answer.py", (("self._complete = matched is not None or sequence.finish_reason is not None", "self._complete = True"),)),
     Bug("the end of an answer is shown twice", "cupaged/answer.py", (("self._complete = matched is not None or sequence.finish_reason is not None", "pass"),)),

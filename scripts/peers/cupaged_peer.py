@@ -1,7 +1,7 @@
 """cupaged, measured: a job on stdin, figures on stdout (see peer_job.py).
 
-Beside the times it reports the floor of the very steps that were run (see gemm_floor.py), for `host` where the time of a
-full decode step went, and for `stream16` how many bytes a token reads.
+Beside the times it reports the floor of the very steps that were run (see gemm_floor.py), for `host` and `host1` where the time
+of a full decode step went, and for `stream16` how many bytes a token reads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ import threadpoolctl
 from gemm_floor import Shapes, floor_seconds, gflops, measure
 from peer_job import Answers, Job, Request, answer, peak_memory, read_job, report, versions
 
+from cupaged.model import batch as batches
+from cupaged.outputs import RequestOutput
 from cupaged.step_plan import StepRecord
 
 FLOORED = ("workload", "stream", "prefill")
 """Measurements whose time is compared with that of the matrices alone."""
+
+HOST = ("host", "host1")
+"""Measurements of what the host does around the model."""
 
 
 class Stopwatch:
@@ -46,35 +51,57 @@ class Stopwatch:
 
 
 class HostShare:
-    """Splits the wall time of full decode steps into the model's arithmetic, sampling, and all the rest.
+    """Splits the wall time of full decode steps into the model's arithmetic, and what the host does around it.
 
-    The clock runs from one StepRecord to the next, so whatever happens between two steps counts as well.
+    batch       plan to arrays, checks, and the parameters of sampling
+    sampling    greedy, of all rows' logits
+    outputs     what a request is told after a step, its text included
+
+    The clock runs from one StepRecord to the next, so whatever happens between two steps counts in `total` as well.
     """
 
     def __init__(self, llm: LLM, sequences: int) -> None:
         self._sequences = sequences
-        runner = llm.engine._runner
+        engine, runner = llm.engine, llm.engine._runner
+        forward = ("_forward", "_forward_and_head", "_attend", "_finish", "_head")
         self._watches = {
-            "model": [Stopwatch(runner, name) for name in ("_forward", "_forward_and_head", "_attend", "_finish", "_head")],
-            "sampling": [Stopwatch(runner._backend, "sample")],  # type: ignore[attr-defined]  # the protocol hides it
+            "model": [Stopwatch(runner, name) for name in forward],
+            "batch": [Stopwatch(batches, "build"), Stopwatch(runner._backend, "set_batch"), Stopwatch(runner._packer, "pack")],  # type: ignore[attr-defined]
+            "sampling": [Stopwatch(runner, "_sample")],
+            "outputs": [Stopwatch(engine, "_reports")],
         }
         self._before = time.perf_counter()
         self.steps: list[dict[str, float]] = []
-        llm.engine.observers.append(self._record)
+        engine.observers.append(self._record)
 
     def _record(self, record: StepRecord) -> None:
         now = time.perf_counter()
         parts = {name: sum(watch.take() for watch in watches) for name, watches in self._watches.items()}
         if record.num_decode == record.num_tokens == self._sequences:
-            known = {"schedule": record.schedule_seconds, "apply": record.apply_seconds}
+            known = {"schedule": record.schedule_seconds, "apply": record.apply_seconds - parts["outputs"]}
             self.steps.append({"total": now - self._before, **parts, **known})
         self._before = now
 
+    def take(self) -> list[dict[str, float]]:
+        """The steps since the last call."""
+        taken, self.steps = self.steps, []
+        return taken
 
-def generate(llm: LLM, requests: list[Request]) -> Answers:
+
+def host_steps(llm: LLM, job: Job) -> dict[str, list[dict[str, float]]]:
+    """Steps of the job's requests, where there is one output at the end of each, and where there is one after every step."""
+    host, found = HostShare(llm, len(job.requests)), {}
+    for outputs, on_output in (("at the end", None), ("after every step", lambda output: None)):
+        llm.engine.reset_prefix_cache()
+        generate(llm, job.requests, on_output)
+        found[outputs] = host.take()
+    return found
+
+
+def generate(llm: LLM, requests: list[Request], on_output: Callable[[RequestOutput], None] | None = None) -> Answers:
     params = [SamplingParams(temperature=0, max_tokens=r.max_new_tokens, ignore_eos=True) for r in requests]
     started = time.perf_counter()
-    outputs = llm.generate([r.prompt_ids for r in requests], params)
+    outputs = llm.generate([r.prompt_ids for r in requests], params, on_output=on_output)
     seconds = time.perf_counter() - started
     first = [output.metrics.first_token or started for output in outputs]
     return Answers([o.outputs[0].token_ids for o in outputs], [at - started for at in first], seconds)
@@ -108,11 +135,10 @@ def run(job: Job) -> None:
         generate(llm, job.warm_up)
     records: list[StepRecord] = []
     llm.engine.observers.append(records.append)
-    host = HostShare(llm, len(job.requests)) if job.measurement == "host" else None
     answers = answer(job, partial(generate, llm))
     more: dict[str, Any] = {"peak_bytes": peak_memory()}  # before the floor is measured
-    if host:
-        more["host_steps"] = host.steps
+    if job.measurement in HOST:
+        more["host_steps"] = host_steps(llm, job)
     elif job.measurement == "stream16":
         more["bytes_per_token"] = bytes_per_token(llm, job.requests[0])
     elif job.measurement in FLOORED:
