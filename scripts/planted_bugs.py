@@ -57,6 +57,8 @@ SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM, STEPS, LOOKAHEAD, STREAK, PLAN = (
 )
 POOL, MANAGER, TREE, EVICTION, SWAP = (f"cupaged/cache/{name}.py" for name in ("block_pool", "manager", "prefix_tree", "eviction", "swap_space"))
 BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("batch", "sampler", "kv_store", "runner"))
+CPU_SAMPLING, CPU_EXTREMES = (f"cupaged/backends/cpu_kernels/{name}.py" for name in ("sampling", "extremes"))
+NOTED_TESTS = ("tests/test_cpu_noted.py",)
 
 BUGS = (
     # ---- the pool
@@ -269,6 +271,15 @@ BUGS = (
     Bug("items of a streak have the others' tables", PLAN, (("table = self.block_tables[i]", "table = self.block_tables[0]"),)),
     Bug("items of a streak have no source", PLAN, (("-1 if self.token_sources is None else self.token_sources.item(i)", "-1"),)),
     Bug("the packer reports logprobs of the step before", SAMPLER, (("self.logprobs = max([-1, *(k for k in wanted if k is not None)])", "self.logprobs = max([self.logprobs, *(k for k in wanted if k is not None)])"),)),
+    # ---- the likeliest token behind a product
+    Bug("the last of the largest parts is taken", CPU_SAMPLING, (("            largest, where = as_float(high), part * width", "            largest, where = as_float(high), part * width + 1"),), NOTED_TESTS),
+    Bug("a row reads what another has noted", CPU_SAMPLING, (("noted_extremes(noted, part * rows + r)", "noted_extremes(noted, part * rows)"),), NOTED_TESTS),
+    Bug("what is noted of a row is a number short", CPU_EXTREMES, (("min(width, word(operation, N) - part * width)", "min(width, word(operation, N) - part * width) - 1"),), NOTED_TESTS),
+    Bug("what is noted may be anything", CPU_EXTREMES, (("    return low < np.int32(-0x7F800001) or high >= np.int32(0x7F800000)", "    return high < low"),), NOTED_TESTS),
+    Bug("a choice from other logits is connected", "cupaged/backends/cpu_noted.py", (("if logits == (product[cpu_gemm.Y], product[cpu_gemm.N], product[cpu_gemm.EPILOGUE]):", "if logits[1] == product[cpu_gemm.N]:"),), NOTED_TESTS),
+    Bug("penalties are passed over", SAMPLER, (("batch.temperature.any() or batch.penalised.any() or", "batch.temperature.any() or"),)),
+    Bug("biases are passed over", SAMPLER, ((" or len(batch.bias_ids))", ")"),)),
+    Bug("temperatures are passed over", SAMPLER, (("not (batch.temperature.any() or ", "not ("),)),
     # ---- batch, sampling, engine
     Bug("position off by one", BATCH, (("np.repeat(starts - query_start[:-1], lengths)", "np.repeat(starts - query_start[:-1] + (starts > 0), lengths)"),)),
     Bug("slot of the wrong block", BATCH, (("= blocks * block_size + offset", "= blocks * block_size + (offset + 1) % block_size"),)),

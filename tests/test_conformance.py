@@ -122,7 +122,7 @@ class Wrong(ReferenceBackend):
         ("linear", "out"), ("linear", "x"), ("linear_add", "out"), ("linear_silu_mul", "out"), ("embedding", "out"), ("gather_rows", "out"),
         ("rms_norm", "out"), ("rms_norm", "x"), ("norm_linear", "out"), ("norm_linear", "x"), ("norm_linear_silu_mul", "out"), ("head_rms_norm", "qkv"), ("rope_and_cache", "qkv"), ("rope_and_cache", "value_cache"),
         ("attention", "out"), ("attention", "qkv"), ("attention", "key_cache"), ("copy_blocks", "key_cache"), ("load_vector", ""),
-        ("sample", ""), ("token_logprobs", ""), ("beam_candidates", ""),
+        ("sample", ""), ("likeliest", "out"), ("token_logprobs", ""), ("beam_candidates", ""),
     ],
 )  # fmt: skip
 def test_a_wrong_number_is_found(operation: str, argument: str) -> None:
@@ -156,7 +156,7 @@ def test_a_plan_repeats_no_operation_in_types_that_it_does_not_know() -> None:
     in_types = {str(part): {case.operation for case in part.cases} for part in plan("emu")}
     assert list(in_types) == ["float32", "float16", "bfloat16", "float32, fp8 keys and values"]
     assert in_types["float32"] == set(operations())
-    assert set(operations()) - in_types["float16"] == {"beam_candidates", "load_vector", "sample", "set_batch", "token_logprobs"}
+    assert set(operations()) - in_types["float16"] == {"beam_candidates", "likeliest", "load_vector", "sample", "set_batch", "token_logprobs"}
     assert in_types["float32, fp8 keys and values"] == {"attention", "copy_blocks", "new_kv_cache", "rope_and_cache", "swap_blocks"}
     assert [str(part) for part in plan("emu", ["sample"])] == ["float32"]
 

@@ -57,8 +57,9 @@ REQUESTS = {
 
 @pytest.mark.parametrize("request_", REQUESTS)
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_a_decode_step_is_sent_in_two_pieces(sent: Sent, request_: str, enforce_eager: bool) -> None:
-    """Its rows, and how to choose their tokens (array by array these were 7 pieces, or 15); of a graph the tables, too, where they have changed."""
+def test_a_decode_step_is_sent_in_two_pieces_at_most(sent: Sent, request_: str, enforce_eager: bool) -> None:
+    """Its rows, and how to choose their tokens unless the likeliest ones are wanted (array by array these were 7 pieces, or 15); of
+    a graph the tables, too, where they have changed."""
     llm = LLM(
         str(ROOT / "llama_tied"), device="cuda", dtype="float32", num_blocks=60, block_size=4, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=32,
         enforce_eager=enforce_eager,
@@ -79,7 +80,7 @@ def test_a_decode_step_is_sent_in_two_pieces(sent: Sent, request_: str, enforce_
     assert len(counts) > 6
     assert {grown for _, grown in counts} == {False, True}
     for count, grown in counts:
-        assert count == 2 + (grown and not enforce_eager)
+        assert count == 1 + (request_ != "greedy") + (grown and not enforce_eager)
 
 
 @pytest.mark.parametrize("device", ["emu", "cuda"])

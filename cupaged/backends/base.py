@@ -286,6 +286,12 @@ class Backend(Protocol):
         """
         ...
 
+    def likeliest(self, logits: Array, out: Array) -> None:
+        """The token that `sample` chooses at temperature 0 and without any bias or penalty, of every row: the lowest id of the
+        largest logit, int32 [R]. Does not change the logits. May be recorded; then a row that nothing may be chosen from is
+        marked (see checks.check_chosen), not refused."""
+        ...
+
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
         """log_softmax(logits) of the chosen tokens and of the k likeliest: (logprobs float32 [R], ranks int32 [R],
         top_ids int32 [R, k], top_logprobs float32 [R, k]). Does not change the logits. Equal logits: lower id first;

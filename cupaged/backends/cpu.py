@@ -22,6 +22,7 @@ from cupaged.backends import (
     cpu_code,
     cpu_gemm,
     cpu_matrix,
+    cpu_noted,
     cpu_paged_attention,
     cpu_rows,
     cpu_sampling,
@@ -138,6 +139,7 @@ class CpuBackend:
             self._record = None
         table = np.stack(record.operations)
         _look_ahead(table)
+        record.arrays += cpu_noted.connect(table, rows, self.threads)
         record.batches = list(dict.fromkeys(record.batches))
 
         def run(rows_now: int) -> None:
@@ -288,6 +290,12 @@ class CpuBackend:
 
     def sample(self, logits: F32, batch: SamplingBatch, out: I32 | None = None) -> I32:
         return put(self._sampler.sample(logits, batch), out)
+
+    def likeliest(self, logits: F32, out: I32) -> None:
+        _expect(out.shape == logits.shape[:1] and out.flags.c_contiguous, "likeliest", logits)
+        self._do(address("greedy_rows"), len(logits), (logits, _stride(logits), logits.shape[1], out), logits.size)
+        if self._record is None:
+            cpu_sampling.raise_for_refused_rows(logits, out)
 
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return cpu_sampling.token_logprobs(logits, token_ids, k, self._crew)

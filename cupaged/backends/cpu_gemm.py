@@ -29,6 +29,15 @@ AHEAD = FIRST + 10
 """The words of cpu_prefetch."""
 RECORDS = AHEAD + 4
 """Where weights are quantised: the address of room for `record_numbers` float32 numbers."""
+NOTED = RECORDS + 1
+"""The address of memory for what is noted of y (cpu_noted.py), or 0."""
+
+TASKS_A_MEMBER = 16
+"""Of many rows: so many that the members end together."""
+
+LONGEST_TASK = 128
+"""Most tiles of a task of few rows, which has as many as its member's share: it reads them front to back, and every beginning
+waits for memory."""
 
 
 def record_numbers(rows: int, width: int, members: int) -> int:

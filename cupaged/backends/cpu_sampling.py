@@ -25,7 +25,7 @@ _PARAMETERS = attrgetter(*(field.name for field in fields(SamplingBatch) if fiel
 
 # words of all operations; a task is one row
 LOGITS, STRIDE, VOCAB = range(FIRST, FIRST + 3)
-TOKENS = FIRST + 3  # greedy_rows
+TOKENS, NOTED = FIRST + 3, FIRST + 4  # greedy_rows; see cpu_noted
 TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORMS, SAMPLED = range(FIRST + 3, FIRST + 9)  # sample_rows
 BIAS_START, BIAS_IDS, BIAS_VALUES, PENALISED, ROW_IDS, OUTPUTS, IN_PROMPT, REPETITION, PRESENCE, FREQUENCY = range(FIRST + 3, FIRST + 13)  # adjust_rows
 TOKEN_IDS, BEST, TOTALS, RANKS, K, TOP_IDS, TOP_LOGITS = range(FIRST + 3, FIRST + 10)  # logprob_rows
@@ -71,7 +71,7 @@ class Sampler:
             ready.uniforms[:] = uniform(batch.seeds, batch.positions, batch.indices)
         self._crew.run(ready.table, alone=len(logits) == 1)
         tokens: I32 = ready.tokens.copy()
-        _raise_for_refused_rows(logits, tokens)
+        raise_for_refused_rows(logits, tokens)
         if ready.penalised:
             self._counts.add(batch.row_ids[batch.penalised], tokens[batch.penalised])
         return tokens
@@ -105,7 +105,7 @@ def token_logprobs(logits: F32, token_ids: I32, k: int, crew: Crew) -> tuple[F32
     best, ranks, totals = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32), np.empty(num_rows)
     top_ids, top_logits = np.full((num_rows, k), -1, np.int32), np.full((num_rows, k), -np.inf, np.float32)
     _run(crew, "logprob_rows", logits, np.ascontiguousarray(token_ids, np.int32), best, totals, ranks, k, top_ids, top_logits)
-    _raise_for_refused_rows(logits, best)
+    raise_for_refused_rows(logits, best)
     rows = np.arange(num_rows)
     log_totals = logits[rows, best].astype(np.float64) + np.log(totals)
     logprobs = (logits[rows, token_ids] - log_totals).astype(np.float32)
@@ -137,7 +137,8 @@ def _side_by_side(logits: F32) -> F32:
     return logits if logits.strides[1] == logits.itemsize else np.ascontiguousarray(logits)
 
 
-def _raise_for_refused_rows(logits: F32, tokens: I32) -> None:
+def raise_for_refused_rows(logits: F32, tokens: I32) -> None:
+    """Raises InvariantError, as the definition does, for the first row that a kernel has chosen nothing from."""
     if tokens.min(initial=0) == 0:
         return
     for r in np.flatnonzero(tokens < 0).tolist():

@@ -14,14 +14,21 @@ from cupaged.errors import InvariantError
 
 I32 = npt.NDArray[np.int32]
 
+_CHOOSE: dict[str, npt.DTypeLike] = {
+    "temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32,
+    "seeds": np.uint64, "positions": np.int32, "indices": np.int32,
+}  # fmt: skip
+"""The parameters of SAMPLE_TOKENS, one number a row each."""
+
 
 class KernelSampler:
-    """`sample`, `token_logprobs` and `beam_candidates` of backends.base.Backend over a device."""
+    """`sample`, `likeliest`, `token_logprobs` and `beam_candidates` of backends.base.Backend over a device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._counts = DeviceCounts(device)
         self._parameters = DeviceParameters(device)
+        self._zeros: dict[int, dict[str, Array]] = {}  # by number of rows: the parameters of `likeliest`
 
     def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
         self._counts.set_history(row_id, prompt_ids, output_ids)
@@ -40,6 +47,17 @@ class KernelSampler:
         if penalties:
             device.launch(specs.COUNT_TOKENS.bind(tokens=tokens, output_counts=self._counts.outputs, **count))
         return tokens
+
+    def likeliest(self, logits: Array, out: Array) -> None:
+        rows = len(logits)
+        if rows not in self._zeros:  # and they stay where they are: a graph may have been captured with them
+            self._zeros[rows] = {name: self._zeros_of(rows, dtype) for name, dtype in _CHOOSE.items()}
+        self._device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=out, **self._zeros[rows]))
+
+    def _zeros_of(self, rows: int, dtype: npt.DTypeLike) -> Array:
+        array = self._device.empty((rows,), dtype)
+        self._device.fill(array, np.zeros(rows, dtype))
+        return array
 
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
         device, (num_rows, vocab_size) = self._device, logits.shape
@@ -75,7 +93,7 @@ class KernelSampler:
 class DeviceParameters:
     """A SamplingBatch on a device, all of it in one upload. The memory grows with the largest batch."""
 
-    CHOOSE = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions", "indices")
+    CHOOSE = tuple(_CHOOSE)
     COUNT = ("row_ids", "penalised")
     ADJUST = (*COUNT, "repetition", "presence", "frequency", "bias_start", "bias_ids", "bias_values")
 

@@ -238,6 +238,9 @@ class KernelBackend:
     def sample(self, logits: Array, batch: SamplingBatch, out: Array | None = None) -> Array:
         return self._sampler.sample(logits, batch, out)
 
+    def likeliest(self, logits: Array, out: Array) -> None:
+        self._sampler.likeliest(logits, out)
+
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:
         return self._sampler.token_logprobs(logits, token_ids, k)
 

@@ -207,6 +207,11 @@ class ReferenceBackend:
     def sample(self, logits: F32, batch: SamplingBatch, out: I32 | None = None) -> I32:
         return put(sampling.sample(logits, batch, self._counts), out)
 
+    def likeliest(self, logits: F32, out: I32) -> None:
+        for r, row in enumerate(logits):
+            sampling.check_row(r, row)
+        out[:] = logits.argmax(axis=1)
+
     def token_logprobs(self, logits: F32, token_ids: I32, k: int) -> tuple[F32, I32, I32, F32]:
         return sampling.token_logprobs(logits, token_ids, k)
 

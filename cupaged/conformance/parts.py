@@ -16,7 +16,7 @@ STORED_TYPES: dict[str, tuple[tuple[str, str], ...]] = {
 }
 """Of every device the types that are checked: what weights (and a kernel's activations) are kept in, and keys and values."""
 
-_OF_NO_TYPE = {"beam_candidates", "load_vector", "sample", "set_batch", "token_logprobs"}
+_OF_NO_TYPE = {"beam_candidates", "likeliest", "load_vector", "sample", "set_batch", "token_logprobs"}
 _OF_THE_CACHE = {"attention", "copy_blocks", "new_kv_cache", "rope_and_cache", "swap_blocks"}
 
 

@@ -90,6 +90,16 @@ def uniform(seed: int, position: int, index: int) -> float:
     return float(((c[0] >> 8) + 0.5) * 2.0**-24)
 
 
+@check("likeliest", vocabulary=VOCABULARIES, rows=[1, 5])
+def names_the_lowest_of_the_largest(subject: Subject, vocabulary: int, rows: int) -> None:
+    logits = np.round(2 * random(vocabulary, rows, vocabulary), 1)  # some are equal
+    uploaded, tokens = subject.backend.upload(logits.copy()), subject.backend.empty((rows,), np.int32)
+    subject.backend.likeliest(uploaded, out=tokens)
+    wanted = [row.index(max(row)) for row in logits.tolist()]
+    expect(subject.download(tokens).tolist() == wanted, f"tokens {subject.download(tokens).tolist()} instead of {wanted}")
+    expect_equal(subject.download(uploaded), logits, "the logits")
+
+
 @check("sample", value=[np.nan, np.inf])
 def damaged_logits_are_refused(subject: Subject, value: float) -> None:
     logits = random(0, 2, 40)

@@ -35,7 +35,8 @@ class Runner:
         config = model.config
         buffers = Buffers.allocate(backend, config, max_rows)
         positions = len(model.cos)
-        self._chosen = backend.empty((max_seqs,), np.int32) if overlap else None
+        self._tokens = backend.empty((max_seqs,), np.int32)
+        self._chosen = self._tokens if overlap else None
         self._packer = sampler.Packer()
         self._batch = backend.new_batch(
             BatchLimits(
@@ -55,12 +56,16 @@ class Runner:
         logit_rows = max(max_seqs, LOGPROB_ROWS)
         self._all, self._few = buffers, Buffers.allocate(backend, config, logit_rows)
         self._logits = backend.empty((logit_rows, config.vocab_size), np.float32)
-        batch, few, logits = self._batch, self._few, self._logits  # and not self: a runner that is dropped must give its memory back at once
+        batch, few, logits, tokens = self._batch, self._few, self._logits, self._tokens  # and not self: a runner that is dropped must give its memory back at once
 
         def forward_and_head(rows: int) -> None:
             mine = buffers.first(rows)
             forward(backend, model, kv, batch, mine)
             head(backend, model, mine.hidden, mine.normed, logits[:rows])
+
+        def forward_and_choose(rows: int) -> None:
+            forward_and_head(rows)
+            backend.likeliest(logits[:rows], out=tokens[:rows])
 
         def rest(rows: int) -> None:
             mine = few.first(rows)
@@ -70,7 +75,9 @@ class Runner:
         self._attend = backend.record(lambda rows: attend(backend, model, kv, batch, buffers.first(rows)), max_rows)
         self._rest = backend.record(rest, logit_rows)
         self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
-        self._forward_and_head = backend.record(forward_and_head, max_seqs)  # of rows that all choose a token: one call, or graph
+        # of rows that all choose a token: one call, or graph
+        self._forward_and_head = backend.record(forward_and_head, max_seqs)
+        self._forward_and_choose = backend.record(forward_and_choose, max_seqs)
 
     def run(self, plan: StepPlan) -> ModelOutput:
         """Compute a (non-empty) plan."""
@@ -86,6 +93,9 @@ class Runner:
         batch = batches.build(plan)
         self._backend.set_batch(self._batch, batch.token_ids, batch.attention, batch.sources)
         parameters = self._packer.pack(plan.samples, batch.sample_positions)  # before the model makes the host's caches forget all this
+        if _all_choose(plan) and self._packer.plain:
+            self._forward_and_choose(plan.num_tokens)
+            return LateOutput(self._backend.download_later(self._tokens[: plan.num_tokens]), None, {}, None)
         if _all_choose(plan):
             self._forward_and_head(plan.num_tokens)
             return LateOutput(*self._sample(plan.samples, parameters, self._logits[: plan.num_tokens]), {}, None)

@@ -40,12 +40,13 @@ class Packer:
     """Packs one step after another: where the samples are those of the step before, as they mostly are, only their positions.
 
     logprobs    how many likely tokens to report beside the chosen ones that were packed last, at most; -1: no logprobs
+    plain       whether each of those is the likeliest one, and nothing is said of it
     """
 
     def __init__(self) -> None:
         self._specs: tuple[SampleSpec, ...] = ()
         self._batch = pack(self._specs, np.empty(0, np.int32))
-        self.logprobs = -1
+        self.logprobs, self.plain = -1, False
 
     def pack(self, specs: tuple[SampleSpec, ...], positions: IntArray) -> SamplingBatch:
         if specs is self._specs:
@@ -53,6 +54,8 @@ class Packer:
         self._specs, self._batch = specs, pack(specs, positions)
         wanted = [spec.params.needed_logprobs for spec in specs]
         self.logprobs = max([-1, *(k for k in wanted if k is not None)])
+        batch = self._batch
+        self.plain = self.logprobs < 0 and not (batch.temperature.any() or batch.penalised.any() or len(batch.bias_ids))
         return self._batch
 
 

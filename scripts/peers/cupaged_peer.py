@@ -63,7 +63,7 @@ class HostShare:
     def __init__(self, llm: LLM, sequences: int) -> None:
         self._sequences = sequences
         engine, runner = llm.engine, llm.engine._runner
-        forward = ("_forward", "_forward_and_head", "_attend", "_finish", "_head")
+        forward = ("_forward", "_forward_and_head", "_forward_and_choose", "_attend", "_finish", "_head")
         self._watches = {
             "model": [Stopwatch(runner, name) for name in forward],
             "batch": [Stopwatch(batches, "build"), Stopwatch(runner._backend, "set_batch"), Stopwatch(runner._packer, "pack")],  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ from cupaged.backends.cpu_gemm import AHEAD, CHUNK_ROWS, GROUP_BYTES, OWN_PARTS,
 from cupaged.backends.cpu_kernels.digit_tile import FETCH_BLOCKS, PIECE_WORDS, PIECES_AT, digit_product, tile_rows
 from cupaged.backends.cpu_kernels.digits import RECORD, to_digits
 from cupaged.backends.cpu_kernels.epilogue import finish_tile
+from cupaged.backends.cpu_kernels.extremes import note_extremes
 from cupaged.backends.cpu_kernels.gemm_tasks import tiles_a_task, tiles_of
 from cupaged.backends.cpu_kernels.ir import set_word, word
 from cupaged.backends.cpu_kernels.jit import Operation, kernel, operation_kernel
@@ -109,5 +110,6 @@ def digit_gemm(format_index: int) -> Operation:
                 group_stride = group_bytes if 2 * tile + 1 < groups else 0
                 multiply(member, operation, part, own, tile, group_stride, blocks, sums)
                 finish_tile(operation, first, part, tile, sums, _ROW)
+            note_extremes(operation, first, part, of_columns, span * TILE_COLUMNS)
 
     return gemm_operation

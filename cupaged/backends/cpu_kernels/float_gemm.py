@@ -16,6 +16,7 @@ from functools import cache
 from cupaged.backends.cpu_formats import FLOAT32, FORMATS, GROUP, TILE_COLUMNS
 from cupaged.backends.cpu_gemm import AHEAD, CHUNK_ROWS, GROUP_BYTES, PANEL_ROWS, X_STRIDE, K, W, X
 from cupaged.backends.cpu_kernels.epilogue import finish_tile
+from cupaged.backends.cpu_kernels.extremes import note_extremes
 from cupaged.backends.cpu_kernels.gemm_tasks import rows_a_task, tiles_a_task, tiles_of
 from cupaged.backends.cpu_kernels.ir import LANES, word
 from cupaged.backends.cpu_kernels.jit import Operation, kernel, operation_kernel
@@ -117,5 +118,6 @@ def float_gemm(format_index: int) -> Operation:
                 for i in range(1 + pair):
                     finish_tile(operation, row, left, tile + i, sums + i * _ROW, sums_stride)
                 tile += 1 + pair
+            note_extremes(operation, row, part, task % spans, span * TILE_COLUMNS)
 
     return gemm_operation

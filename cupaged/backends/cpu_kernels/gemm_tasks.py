@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from cupaged.backends.cpu_formats import GROUP, TILE_COLUMNS
-from cupaged.backends.cpu_gemm import EPILOGUE, SILU, N
+from cupaged.backends.cpu_gemm import EPILOGUE, LONGEST_TASK, SILU, TASKS_A_MEMBER, N
 from cupaged.backends.cpu_kernels.ir import word
 from cupaged.backends.cpu_kernels.jit import kernel
 from cupaged.backends.cpu_program import PARTS, ROWS
-
-_TASKS_A_MEMBER = 16
-"""Of many rows: so many that the members end together."""
-
-_LONGEST = 128
-"""Most tiles of a task of few rows, which has as many as its member's share: it reads them front to back, and every beginning
-waits for memory."""
 
 
 @kernel
@@ -29,8 +22,8 @@ def tiles_a_task(member: int, operation: int, few: int, at_once: int) -> int:
     """How many tiles belong to a task; a multiple of `at_once` up to `few` rows."""
     members, tiles = word(member, PARTS), tiles_of(operation)[0]
     if word(word(operation, ROWS), 0) <= few:
-        return at_once * max(1, min(_LONGEST, tiles // members) // at_once)
-    return max(1, tiles // (_TASKS_A_MEMBER * members))
+        return at_once * max(1, min(LONGEST_TASK, tiles // members) // at_once)
+    return max(1, tiles // (TASKS_A_MEMBER * members))
 
 
 @kernel

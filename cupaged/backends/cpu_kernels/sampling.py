@@ -11,15 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import carray
 
 from cupaged.backends.cpu_kernels.arrays import float32s, float64s, int32s, uint8s
+from cupaged.backends.cpu_kernels.extremes import as_float, extremes, noted_extremes, order_of, refused
 from cupaged.backends.cpu_kernels.ir import (
-    F32,
-    I32,
-    Builder,
-    Value,
-    emitter,
     pointer_to_float32,
     pointer_to_float64,
     pointer_to_int32,
@@ -28,6 +24,7 @@ from cupaged.backends.cpu_kernels.ir import (
 )
 from cupaged.backends.cpu_kernels.jit import exact_kernel, kernel, operation_kernel
 from cupaged.backends.cpu_kernels.program import take_task
+from cupaged.backends.cpu_noted import WIDTH
 from cupaged.backends.cpu_program import ROWS, SCRATCH
 from cupaged.backends.cpu_sampling import (
     BEST,
@@ -39,6 +36,7 @@ from cupaged.backends.cpu_sampling import (
     IN_PROMPT,
     LOGITS,
     MIN_P,
+    NOTED,
     OUTPUTS,
     PENALISED,
     PRESENCE,
@@ -81,13 +79,13 @@ def _row(operation: int, r: int) -> Any:
 @operation_kernel
 def greedy_rows(member: int, operation: int) -> None:
     rows = word(word(operation, ROWS), 0)
-    tokens = int32s(operation, TOKENS, rows)
+    tokens, noted = int32s(operation, TOKENS, rows), word(operation, NOTED)
     while True:
         r = take_task(member, rows)
         if r < 0:
             return
         row, bits = _row(operation, r)
-        tokens[r] = _best(row, bits)
+        tokens[r] = _best(row, bits) if noted == 0 else _best_noted(row, noted, rows, r)
 
 
 @operation_kernel
@@ -176,44 +174,37 @@ def _penalise(row: Any, count: Any, in_prompt: Any, repetition: float, presence:
 
 
 @exact_kernel
-def _key(bits: np.int32) -> np.int32:
-    """float32 bits -> an int32 in the order of the floats; its own inverse."""
-    key: np.int32 = np.int32(bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    return key
-
-
-@exact_kernel
-def _extremes(bits: Any) -> tuple[np.int32, np.int32]:
-    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
-    for i in range(len(bits)):
-        key = _key(bits[i])
-        low, high = min(low, key), max(high, key)
-    return low, high
-
-
-@emitter(returns=types.float32)
-def _float_of(b: Builder, bits: Value) -> Value:
-    return b.bitcast(b.trunc(bits, I32), F32)
-
-
-@exact_kernel
-def _as_float(key: np.int32) -> np.float32:
-    value: np.float32 = _float_of(np.int64(_key(key)))
-    return value
-
-
-@exact_kernel
 def _best(row: Any, bits: Any) -> int:
     """The lowest id of the largest logit; -1 where the row holds NaN or +inf, or nothing but -inf."""
     largest, where = np.float32(-np.inf), -1
     for start in range(0, len(row), CHUNK):
-        low, high = _extremes(bits[start : start + CHUNK])
-        if low < np.int32(-0x7F800001) or high >= np.int32(0x7F800000):  # beyond -inf: NaN; at or beyond +inf
+        low, high = extremes(bits[start : start + CHUNK])
+        if refused(low, high):
             return -1
-        if _as_float(high) > largest:
-            largest, where = _as_float(high), start
+        if as_float(high) > largest:
+            largest, where = as_float(high), start
+    return _first(row, largest, where)
+
+
+@exact_kernel
+def _best_noted(row: Any, noted: int, rows: int, r: int) -> int:
+    """The same from what a product has noted of its rows (extremes.py)."""
+    largest, where = np.float32(-np.inf), -1
+    width = word(noted, WIDTH)
+    for part in range((len(row) + width - 1) // width):
+        low, high = noted_extremes(noted, part * rows + r)
+        if refused(low, high):
+            return -1
+        if as_float(high) > largest:
+            largest, where = as_float(high), part * width
+    return _first(row, largest, where)
+
+
+@exact_kernel
+def _first(row: Any, number: np.float32, where: int) -> int:
+    """The first place from `where` on that holds the number; -1 stays -1."""
     if where >= 0:
-        while row[where] != largest:
+        while row[where] != number:
             where += 1
     return where
 
@@ -227,7 +218,7 @@ def _floor(bits: Any, mass: Any, target: float, above: Any) -> np.float32:
             above[i] = 0.0
         mask = (1 << width) - 1
         for i in range(len(bits)):
-            key = np.int64(_key(bits[i])) + 0x80000000
+            key = np.int64(order_of(bits[i])) + 0x80000000
             if key >> shift == prefix:
                 above[(key >> (shift - width)) & mask] += mass[i]
         digit = mask
@@ -235,7 +226,7 @@ def _floor(bits: Any, mass: Any, target: float, above: Any) -> np.float32:
             target -= above[digit]
             digit -= 1
         prefix, shift = (prefix << width) | digit, shift - width
-    return _as_float(np.int32(prefix - 0x80000000))
+    return as_float(np.int32(prefix - 0x80000000))
 
 
 @exact_kernel
@@ -260,8 +251,8 @@ def _top(row: Any, bits: Any, ids: Any, values: Any) -> None:
     """Fill `ids` and `values` [k] with the largest logits, largest first, the lower id first among equals."""
     size, k = 0, len(ids)
     for start in range(0, len(row), CHUNK):
-        _, high = _extremes(bits[start : start + CHUNK])
-        if k == 0 or (size == k and _as_float(high) <= values[k - 1]):
+        _, high = extremes(bits[start : start + CHUNK])
+        if k == 0 or (size == k and as_float(high) <= values[k - 1]):
             continue
         for i in range(start, min(start + CHUNK, len(row))):
             if size == k and row[i] <= values[k - 1]:
