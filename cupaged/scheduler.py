@@ -23,19 +23,18 @@ import numpy as np
 
 from cupaged.admission import Admission
 from cupaged.cache.manager import CacheManager
+from cupaged.draft import Draft
 from cupaged.errors import InvariantError, RequestError
 from cupaged.lookahead import promise_tokens
 from cupaged.policy import FirstComeFirstServed, Policy
 from cupaged.sequence import Request, Sequence, Status, candidates
 from cupaged.step_plan import (
     UNREAD,
-    Decodes,
     IntArray,
     ModelOutput,
     SampleSpec,
     ScheduledSequence,
     StepPlan,
-    TokenLogprobs,
 )
 from cupaged.streak import Streak
 
@@ -52,30 +51,6 @@ def _turn(request: Request) -> tuple[bool, int]:
         if sequence.remaining > 1:
             return True, request.arrival
     return False, request.arrival
-
-
-def _note_logprobs(sequence: Sequence, logprobs: TokenLogprobs, row: int) -> None:
-    k = sequence.request.params.logprobs
-    sequence.cumulative_logprob += float(logprobs.logprobs[row])
-    if k is not None:
-        sequence.candidates += candidates(logprobs, range(row, row + 1), k)
-
-
-class _Draft:
-    """A plan in the making. `crowded`: a running request found no block, and a plan in flight keeps others from giving way;
-    `decodes`: what a streak goes on with."""
-
-    def __init__(self, budget: int, decodes: Decodes | None = None) -> None:
-        self.budget = budget if decodes is None else budget - len(decodes)
-        self.crowded = False
-        self.decodes = decodes
-        self.items: list[ScheduledSequence] = []
-        self.preempted: list[int] = []
-
-    def join(self) -> None:
-        """What the streak goes on with is a part of the plan like any other."""
-        self.items += self.decodes or ()
-        self.decodes = None
 
 
 class Scheduler:
@@ -201,26 +176,26 @@ class Scheduler:
         self._plan_waiting(draft)
         return self._take_off(draft) if draft.items or draft.decodes else None
 
-    def _go_on(self, *, ahead: bool) -> _Draft | None:
+    def _go_on(self, *, ahead: bool) -> Draft | None:
         """A draft of what the streak goes on with, if there is one and it does."""
         decodes = None if self._streak is None else self._streak.next(ahead=ahead)
-        return None if decodes is None else _Draft(self._max_num_batched_tokens, decodes)
+        return None if decodes is None else Draft(self._max_num_batched_tokens, decodes)
 
-    def _plan_running(self, requests: Iterable[Request]) -> _Draft:
+    def _plan_running(self, requests: Iterable[Request]) -> Draft:
         """What these running requests compute in the next step."""
-        draft = _Draft(self._max_num_batched_tokens)
+        draft = Draft(self._max_num_batched_tokens)
         for request in sorted(requests, key=_turn):
             if request.status is Status.RUNNING:
                 self._plan_request(request, draft)
         return draft
 
-    def _plan_waiting(self, draft: _Draft) -> None:
+    def _plan_waiting(self, draft: Draft) -> None:
         # who has just given its blocks up must not take them back in the same step
         while draft.budget and not draft.preempted and self.waiting and self._admit(self._admission.choose(self.waiting)):
             draft.join()
             self._plan_request(self.running[-1], draft)
 
-    def _take_off(self, draft: _Draft) -> StepPlan:
+    def _take_off(self, draft: Draft) -> StepPlan:
         """The draft as a plan in flight."""
         draft.items.sort(key=lambda item: item.num_tokens > 1)
         swap_out, swap_in = self.cache.take_swaps()
@@ -234,7 +209,7 @@ class Scheduler:
         self._in_flight[plan] = self.cache.pin(plan.block_tables), self._streak
         return plan
 
-    def _plan_request(self, request: Request, draft: _Draft) -> None:
+    def _plan_request(self, request: Request, draft: Draft) -> None:
         """Add the request's sequences to the plan, as far as budget and blocks go."""
         live = request.live
         if len(live) > 1 or not live[0].started:
@@ -257,7 +232,7 @@ class Scheduler:
             return True
         return request.beam is not None and len(live) > 1 and any(s.num_tokens - s.num_computed > 1 for s in live)
 
-    def _make_room(self, request: Request, ready: list[Sequence], draft: _Draft) -> list[IntArray] | None:
+    def _make_room(self, request: Request, ready: list[Sequence], draft: Draft) -> list[IntArray] | None:
         """Reserve blocks for all tokens of these sequences, taking them from the latest requests if need be; their tables.
 
         The latest gives way whatever the queue's policy is, so the earliest always finishes. None: there is no room.
@@ -270,20 +245,13 @@ class Scheduler:
                     draft.crowded = True
                     return None  # blocks may be pinned: see what is free once those plans are applied
                 victim = max(self.running, key=_arrival)
-                self._unplan(victim, draft)
+                draft.drop({s.seq_id for s in victim.live})
                 self._preempt(victim)
                 draft.preempted.append(victim.arrival)
                 if victim is request:
                     return None
             tables.append(blocks)
         return tables
-
-    def _unplan(self, request: Request, draft: _Draft) -> None:
-        """Take a request's sequences out of the plan again."""
-        ids = {s.seq_id for s in request.live}
-        for item in [item for item in draft.items if item.seq_id in ids]:
-            draft.items.remove(item)
-            draft.budget += item.num_tokens
 
     def _plan(self, sequence: Sequence, count: int, blocks: IntArray) -> ScheduledSequence:
         """Schedule the sequence's next `count` tokens over its blocks."""
@@ -343,7 +311,7 @@ class Scheduler:
             may_end = streak.book(output.token_ids)
             if output.logprobs is not None:
                 for row, sequence in enumerate(streak.sequences):
-                    _note_logprobs(sequence, output.logprobs, row)
+                    sequence.note_logprobs(output.logprobs, row)
             for sequence, token_id in may_end:
                 self._end(sequence, token_id)
             return streak.sequences
@@ -378,7 +346,7 @@ class Scheduler:
                     token_id = output.token_ids.item(sampled_row)
                     each.append(token_id)
                     if output.logprobs is not None:
-                        _note_logprobs(each, output.logprobs, sampled_row)
+                        each.note_logprobs(output.logprobs, sampled_row)
                     self._end(each, token_id)
                 changed += grown
         for request, beams in searching.items():

@@ -211,6 +211,13 @@ class Sequence:
         self.num_computed += 1
         self.append(token_id)
 
+    def note_logprobs(self, logprobs: TokenLogprobs, row: int) -> None:
+        """What the model thought of the token that was appended last."""
+        self.cumulative_logprob += float(logprobs.logprobs[row])
+        k = self.request.params.logprobs
+        if k is not None:
+            self.candidates += candidates(logprobs, range(row, row + 1), k)
+
     # ---- rules of the request
 
     def banned_tokens(self) -> tuple[int, ...]:

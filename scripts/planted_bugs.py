@@ -52,8 +52,8 @@ class Bug:
         path.write_text(text, encoding="utf-8")
 
 
-SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM, STEPS, LOOKAHEAD, STREAK, PLAN = (
-    f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam", "steps", "lookahead", "streak", "step_plan")
+SCHEDULER, ADMISSION, SEQUENCE, ENGINE, BEAM, STEPS, LOOKAHEAD, STREAK, DRAFT, PLAN = (
+    f"cupaged/{name}.py" for name in ("scheduler", "admission", "sequence", "engine", "beam", "steps", "lookahead", "streak", "draft", "step_plan")
 )
 POOL, MANAGER, TREE, EVICTION, SWAP = (f"cupaged/cache/{name}.py" for name in ("block_pool", "manager", "prefix_tree", "eviction", "swap_space"))
 BATCH, SAMPLER, KV_STORE, RUNNER = (f"cupaged/model/{name}.py" for name in ("batch", "sampler", "kv_store", "runner"))
@@ -181,7 +181,7 @@ BUGS = (
     Bug("prefill before decode", SCHEDULER, (("            return True, request.arrival\n    return False, request.arrival\n", "            return False, request.arrival\n    return True, request.arrival\n"),)),
     Bug("the queue's order is lost at a preemption", SCHEDULER, (("reports them all\n        insort(self.waiting, request, key=_arrival)", "reports them all\n        self.waiting.append(request)"),)),
     Bug("admission leaves no room to grow", ADMISSION, (("if room and self._cache.num_free >= growth:", "if room:"),)),
-    Bug("a victim stays in the plan", SCHEDULER, (("                self._unplan(victim, draft)\n", ""),)),
+    Bug("a victim stays in the plan", SCHEDULER, (("                draft.drop({s.seq_id for s in victim.live})\n", ""),)),
     Bug("a passed request waits for ever", ADMISSION, (("return aged or self._policy.choose", "return self._policy.choose"),)),
     Bug("the token budget is not spent", SCHEDULER, (("                draft.budget -= count\n", ""),)),
     Bug("one sequence too many", SCHEDULER, (("if len(self._free_rows) < request.width or", "if len(self._free_rows) < request.width - 1 or"),)),
@@ -243,9 +243,9 @@ BUGS = (
     Bug("a streak outlives a sequence", SCHEDULER, (("        self._streak = None\n        self.cache.release", "        self.cache.release"),)),
     Bug("a streak outlives a cancelled plan", SCHEDULER, (('their sequences."""\n        self._streak = None\n', 'their sequences."""\n'),)),
     Bug("a streak goes on without who has joined", SCHEDULER, (("        if draft.decodes is None:\n            self._streak", "        if self._streak is None:\n            self._streak"),)),
-    Bug("who joins a streak drives the others out", SCHEDULER, (("        self.items += self.decodes or ()\n", ""),)),
+    Bug("who joins a streak drives the others out", DRAFT, (("        self.items += self.decodes or ()\n", ""),)),
     Bug("a streak plans while its tokens are on their way", SCHEDULER, (("None if self._in_flight else self._go_on(ahead=False)", "self._go_on(ahead=False)"),)),
-    Bug("a streak's budget is everybody's", SCHEDULER, (("budget if decodes is None else budget - len(decodes)", "budget"),)),
+    Bug("a streak's budget is everybody's", DRAFT, (("budget if decodes is None else budget - len(decodes)", "budget"),)),
     Bug("a streak books the plan of the one before", SCHEDULER, (("if streak is not None and streak is self._streak:", "if self._streak is not None:"),)),
     Bug("a streak begins with a part of the running", STREAK, (("len(plan.samples) == running > 0", "len(plan.samples) > 0"),)),
     Bug("a streak sends a history twice", STREAK, ((" or item.samples[0].history is not None", ""),)),
