@@ -97,7 +97,7 @@ def test_plans_are_those_that_are_made_without_streaks(seed: int) -> None:
         cache = CacheManager(blocks * 8 // size + 8, size, prefix_cache=sharing, eviction=POLICIES["lru"], num_swap_blocks=0)
         pair.append(kind(cache, max_num_batched_tokens=24, max_num_seqs=6, window=window))
     requests: list[tuple[Request, ...]] = []
-    streaks, flying = 0, []
+    streaks, flying, made = 0, [], {}
 
     def add() -> None:
         at = rng.getstate()
@@ -132,9 +132,11 @@ def test_plans_are_those_that_are_made_without_streaks(seed: int) -> None:
                 assert content(plans[0], blocks=comparable) == content(plans[1], blocks=comparable)
                 streaks += isinstance(plans[0].sequences, Decodes)
                 flying.append(plans)
+                made[plans[0]] = content(plans[0])
         pair[0].check_invariants()
         if flying and (len(flying) == 2 or rng.random() < 0.6):
             plans = flying.pop(0)
+            assert content(plans[0]) == made[plans[0]]  # a plan is a value, whatever is planned after it
             changed = [[s.seq_id for s in scheduler.apply(plan, run(plan))] for scheduler, plan in zip(pair, plans, strict=True)]
             assert changed[0] == changed[1]
             pair[0].check_invariants()
@@ -207,6 +209,18 @@ def test_a_streak_is_made_where_the_rules_stay_the_same(request_: Request, kinds
     scheduler = make_scheduler(100)
     scheduler.add(request_)
     assert steps(scheduler, 9) == kinds
+
+
+def test_a_streak_is_everybodys() -> None:
+    """What is planned while others are on their way is not to go on without them."""
+    scheduler = make_scheduler(100)
+    first = started(scheduler, make_request("a", [1, 2], 40))
+    scheduler.add(make_request("b", [3], 40))
+    second = scheduler.schedule()
+    assert [item.seq_id for item in second.sequences] == [1]
+    for plan in (first, second):
+        scheduler.apply(plan, run(plan))
+    assert [item.seq_id for item in scheduler.schedule().sequences] == [0, 1]
 
 
 def test_words_of_several_tokens_are_watched_token_by_token() -> None:
