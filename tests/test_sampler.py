@@ -83,3 +83,21 @@ def test_the_packer_knows_how_many_logprobs_are_wanted() -> None:
         packer.pack(specs, np.arange(len(specs), dtype=np.int32))
         wanted.append(packer.logprobs)
     assert wanted == [-1, 3, 0, -1, -1]
+
+
+def test_plain_steps_take_the_likeliest_token_of_every_row_and_nothing_else() -> None:
+    packer = sampler.Packer()
+
+    def plain(*params: SamplingParams, banned: tuple[int, ...] = ()) -> bool:
+        specs = tuple(SampleSpec(p, row_id=i, seed=0, index=0, banned=banned) for i, p in enumerate(params))
+        packer.pack(specs, np.arange(len(specs), dtype=np.int32))
+        return packer.plain
+
+    greedy = SamplingParams(temperature=0)
+    assert plain(greedy, SamplingParams(temperature=1e-6, top_p=0.5))
+    assert not plain(greedy, SamplingParams(temperature=0.1))
+    assert not plain(greedy, SamplingParams(temperature=0, presence_penalty=1.0))
+    assert not plain(SamplingParams(temperature=0, logit_bias={3: 1.0}), greedy)
+    assert not plain(greedy, banned=(3,))
+    assert not plain(SamplingParams(temperature=0, logprobs=0))
+    assert plain(greedy)
