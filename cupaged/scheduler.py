@@ -28,14 +28,7 @@ from cupaged.errors import InvariantError, RequestError
 from cupaged.lookahead import promise_tokens
 from cupaged.policy import FirstComeFirstServed, Policy
 from cupaged.sequence import Request, Sequence, Status, candidates
-from cupaged.step_plan import (
-    UNREAD,
-    IntArray,
-    ModelOutput,
-    SampleSpec,
-    ScheduledSequence,
-    StepPlan,
-)
+from cupaged.step_plan import UNREAD, IntArray, ModelOutput, SampleSpec, ScheduledSequence, StepPlan
 from cupaged.streak import Streak
 
 PROMISED: IntArray = np.array([UNREAD], np.int32)

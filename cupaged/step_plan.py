@@ -54,8 +54,7 @@ class SampleSpec:
 class ScheduledSequence:
     """One sequence's part of a step: compute `token_ids` at positions start, start + 1, ... A value: nobody changes one.
 
-    blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens. Plans of one sequence
-                        have the same array as long as the table stays the same
+    blocks              int32 [num_blocks], the block table; covers start + len(token_ids) tokens
     token_source        where `token_ids` is [UNREAD]: which sample of the plan before this one chooses the token; else -1
     samples             how to choose the next token; empty where more of the context is still to be computed. More
                         than one where a prompt has just been computed that several answers share

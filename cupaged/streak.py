@@ -7,7 +7,7 @@ the step before, with each place moved on by one:
     tables        .   .  new block .   .  .         .   .  .
     token_ids     what the step before has chosen, or UNREAD while it is in flight
 
-So nothing is decided again for every sequence and every token. The scheduler ends a streak when anything else happens, and
+So nothing is decided again for every sequence and every token; the rows stay in the order of the first plan. The scheduler ends a streak when anything else happens, and
 makes its next plan from the sequences themselves; what is said of them there is always up to date.
 """
 
@@ -31,8 +31,8 @@ class Streak:
         self._cache, self._window = cache, window
         self._ids = [sequence.seq_id for sequence in sequences]
         self._samples = plan.samples
-        self._first = [item.stop for item in plan.sequences]  # positions that the first plan computes
-        self._planned = self._booked = 0  # plans made, and plans booked: the one that it begins with is the first of these
+        self._first = [item.stop for item in plan.sequences]  # positions that the plan after it computes
+        self._planned = self._booked = 0  # plans made after it, and plans booked, it among them
         self._starts: IntArray = np.array(self._first, np.int32)  # positions that the next plan computes
         self._left = min(_plans_alike(sequence, start) for sequence, start in zip(sequences, self._first, strict=True))
 
@@ -102,7 +102,7 @@ class Streak:
         return tables
 
     def book(self, chosen: IntArray) -> list[tuple[Sequence, int]]:
-        """Book what the next plan has computed and chosen; the sequences that may end with it, and their tokens."""
+        """Book what the oldest plan that is not booked yet has computed and chosen; the sequences that may end with it, and their tokens."""
         token_ids = chosen.tolist()
         self._cache.commit_one(self._ids)
         for sequence, token_id in zip(self.sequences, token_ids, strict=True):
@@ -116,12 +116,15 @@ class Streak:
 
     def _commit_blocks(self) -> None:
         """Tell the cache of blocks that are full now, and of those that lie behind the window."""
-        phase = self._booked % self._cache.block_size
-        for place in self._at_block[phase]:
+        size, every = self._cache.block_size, range(len(self.sequences))
+        started = self._booked == 0  # and a sequence may have more than one block that the cache was not told of
+        for place in every if started else self._at_block[self._booked % size]:
             sequence = self.sequences[place]
             self._cache.commit(sequence.seq_id, sequence.tokens, sequence.num_computed, sequence.request.salt)
             self._changed.add(place)
-        for place in self._behind_block[phase] if self._window else ():
+        if not self._window:
+            return
+        for place in every if started else self._behind_block[self._booked % size]:
             behind = self._first[place] + self._booked - self._window + 1
             if behind > 0:
                 self._cache.leave_behind(self._ids[place], behind)
@@ -133,8 +136,7 @@ class Streak:
             start = self._starts.item(place)
             if start != sequence.num_computed + sequence.num_scheduled or sequence.finish_reason is not None:
                 raise InvariantError(f"a streak goes on with sequence {sequence.seq_id} at {start}, which is elsewhere")
-            table = self._cache.reserve(sequence.seq_id, start, start)
-            if place not in self._changed and (table is None or not np.array_equal(self._blocks[place], table)):
+            if place not in self._changed and not np.array_equal(self._blocks[place], self._cache.table(sequence.seq_id)):
                 raise InvariantError(f"a streak goes on with blocks that sequence {sequence.seq_id} has no more")
 
 

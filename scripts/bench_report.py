@@ -134,7 +134,7 @@ def _prefill(runs: Runs) -> str:
     return _compare(runs, prompt_speed, {}, "prompt tokens/s")
 
 
-HOST_PARTS = ("schedule", "batch", "sampling", "apply", "outputs")
+HOST_PARTS = ("schedule", "batch", "apply", "outputs")
 
 
 def host_shares(steps: list[dict[str, float]]) -> dict[str, float]:

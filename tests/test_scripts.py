@@ -289,7 +289,7 @@ def test_own_work_is_no_disturbance(ours: float, share: float, who: str, monkeyp
 
 
 def test_host_share_is_what_the_model_does_not_take() -> None:
-    parts = {"schedule": 0.001, "batch": 0.0005, "sampling": 0.001, "apply": 0.001, "outputs": 0.0005}
+    parts = {"schedule": 0.001, "batch": 0.0005, "apply": 0.001, "outputs": 0.0005}
     shares = bench_report.host_shares([{"total": 0.1, "model": 0.095, **parts}] * 3)
     assert shares["share"] == pytest.approx(5.0)
     assert shares["total"] == pytest.approx(100.0)

@@ -276,3 +276,27 @@ def test_decodes_are_a_sequence_of_scheduled_sequences() -> None:
         decodes[2]
     assert later.samples is decodes.samples
     assert later.written_blocks.tolist() == [1, 2]
+
+
+def test_blocks_behind_the_window_are_given_back_at_once() -> None:
+    """A prompt that is cached but for its last token begins a streak, and holds more than its window."""
+    scheduler = make_scheduler(100, 4, budget=256, window=8)
+    prompt = list(range(200))
+    scheduler.add(make_request("a", prompt, 1))
+    while scheduler.has_unfinished():
+        scheduler.apply(plan := scheduler.schedule(), run(plan))
+    b = scheduler.add(make_request("b", prompt, 20))
+    for _ in range(3):
+        scheduler.apply(plan := scheduler.schedule(), run(plan))
+        assert scheduler.cache.num_used <= 4
+    assert b.request.num_cached == 199
+
+
+def test_what_comes_back_from_host_memory_is_shared_at_once() -> None:
+    scheduler = make_scheduler(13, 4, preemption="swap")
+    first, second = (scheduler.add(make_request(str(i), range(100 * i, 100 * i + n), m)) for i, (n, m) in enumerate(((22, 8), (20, 14))))
+    while not len((plan := scheduler.schedule()).swap_in):
+        scheduler.apply(plan, run(plan))
+    assert first.finish_reason is not None
+    scheduler.apply(plan, run(plan))
+    assert scheduler.cache.cached_prefix(second.tokens) == second.num_computed // 4 * 4

@@ -82,7 +82,8 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """Sampling parameters of R rows as NumPy arrays (the backend uploads what it needs).
+    """Sampling parameters of R rows as NumPy arrays (the backend uploads what it needs). A value: a backend knows an array again,
+    and nobody writes to one.
 
     temperature, top_p, min_p   float32 [R]; temperature 0 is greedy
     top_k                       int32 [R]; 0: all
@@ -121,7 +122,7 @@ class Backend(Protocol):
 
     Operations read their inputs and write `out` in full (all of it, and nothing else); `out` never overlaps an input
     unless the operation says "in place". None of them allocates memory that outlives the call, apart from the ones
-    that load or create. The sampling state (penalty counts) is the only state that operations keep between calls.
+    that load or create, and what sampling keeps to use again. The penalty counts are the only state that operations keep between calls.
     """
 
     name: str
@@ -289,7 +290,7 @@ class Backend(Protocol):
     def likeliest(self, logits: Array, out: Array) -> None:
         """The token that `sample` chooses at temperature 0 and without any bias or penalty, of every row: the lowest id of the
         largest logit, int32 [R]. Does not change the logits. May be recorded; then a row that nothing may be chosen from is
-        marked (see checks.check_chosen), not refused."""
+        marked (see checks.check_chosen) or refused."""
         ...
 
     def token_logprobs(self, logits: Array, token_ids: Array, k: int) -> tuple[Array, Array, Array, Array]:

@@ -31,11 +31,15 @@ BIAS_START, BIAS_IDS, BIAS_VALUES, PENALISED, ROW_IDS, OUTPUTS, IN_PROMPT, REPET
 TOKEN_IDS, BEST, TOTALS, RANKS, K, TOP_IDS, TOP_LOGITS = range(FIRST + 3, FIRST + 10)  # logprob_rows
 
 
+_Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Of an array: address, shape and strides."""
+
+
 @dataclass(frozen=True)
 class _Ready:
     """An operation that chooses tokens, for logits in one place and parameters that do not change but for the positions."""
 
-    place: tuple[int, tuple[int, ...], tuple[int, ...]]
+    place: _Place
     parameters: tuple[Any, ...]
     adjusted: bool
     penalised: bool
@@ -56,13 +60,13 @@ class Sampler:
         self._ready: _Ready | None = None
 
     def sample(self, logits: F32, batch: SamplingBatch) -> I32:
-        """The same as `sampling.sample`; logits [R, V] are destroyed. Nobody writes to a batch that was sampled with."""
+        """The same as `sampling.sample`; logits [R, V] are destroyed."""
         logits = _side_by_side(logits)
         place, parameters = (logits.ctypes.data, logits.shape, logits.strides), _PARAMETERS(batch)
         ready = self._ready
         if ready is None or place != ready.place or not all(map(is_, parameters, ready.parameters)):
             check_batch(batch, *logits.shape)
-            ready = self._ready = self._make_ready(logits, batch)
+            ready = self._ready = self._make_ready(logits, batch, place, parameters)
         if ready.penalised:
             self._counts.prepare(batch.row_ids[batch.penalised], logits.shape[1])
         if ready.adjusted:
@@ -76,7 +80,7 @@ class Sampler:
             self._counts.add(batch.row_ids[batch.penalised], tokens[batch.penalised])
         return tokens
 
-    def _make_ready(self, logits: F32, batch: SamplingBatch) -> _Ready:
+    def _make_ready(self, logits: F32, batch: SamplingBatch, place: _Place, parameters: tuple[Any, ...]) -> _Ready:
         num_rows, vocab_size = logits.shape
         penalised = bool(batch.penalised.any())
         tokens, uniforms = np.empty(num_rows, np.int32), None
@@ -86,8 +90,7 @@ class Sampler:
             self._crew.reserve(8 * (2 * vocab_size + BINS))
             uniforms = np.empty(num_rows)
             table, kept = _operation("sample_rows", logits, batch.temperature, batch.min_p, batch.top_k, batch.top_p, uniforms, tokens)
-        place, adjusted = (logits.ctypes.data, logits.shape, logits.strides), penalised or len(batch.bias_ids) > 0
-        return _Ready(place, _PARAMETERS(batch), adjusted, penalised, table, tokens, uniforms, kept)
+        return _Ready(place, parameters, penalised or len(batch.bias_ids) > 0, penalised, table, tokens, uniforms, kept)
 
     def _adjust(self, logits: F32, batch: SamplingBatch) -> None:
         counts = self._counts

@@ -28,7 +28,7 @@ class KernelSampler:
         self._device = device
         self._counts = DeviceCounts(device)
         self._parameters = DeviceParameters(device)
-        self._zeros: dict[int, dict[str, Array]] = {}  # by number of rows: the parameters of `likeliest`
+        self._zeros: list[dict[str, Array]] = []  # the parameters of `likeliest`; outgrown ones, too: graphs were captured with them
 
     def set_history(self, row_id: int, prompt_ids: I32, output_ids: I32) -> None:
         self._counts.set_history(row_id, prompt_ids, output_ids)
@@ -50,9 +50,10 @@ class KernelSampler:
 
     def likeliest(self, logits: Array, out: Array) -> None:
         rows = len(logits)
-        if rows not in self._zeros:  # and they stay where they are: a graph may have been captured with them
-            self._zeros[rows] = {name: self._zeros_of(rows, dtype) for name, dtype in _CHOOSE.items()}
-        self._device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=out, **self._zeros[rows]))
+        if not self._zeros or len(self._zeros[-1]["seeds"]) < rows:
+            self._zeros.append({name: self._zeros_of(2 * rows, dtype) for name, dtype in _CHOOSE.items()})
+        parameters = {name: array[:rows] for name, array in self._zeros[-1].items()}
+        self._device.launch(specs.SAMPLE_TOKENS.bind(logits=logits, tokens=out, **parameters))
 
     def _zeros_of(self, rows: int, dtype: npt.DTypeLike) -> Array:
         array = self._device.empty((rows,), dtype)

@@ -165,6 +165,10 @@ class CacheManager:
         child = self._tables[child_id] = BlockTable(parent.blocks[: self.blocks_for(num_tokens)], num_tokens)
         self._pool.hold(child.held)
 
+    def table(self, seq_id: int) -> IntArray:
+        """The sequence's blocks as they are now, int32 [num_blocks]."""
+        return self._tables[seq_id].snapshot()
+
     def holds_from(self, seq_id: int) -> int:
         """The first position whose block the sequence still has; 0 unless a sliding window has moved on."""
         return self._tables[seq_id].num_released * self.block_size

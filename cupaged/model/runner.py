@@ -75,7 +75,7 @@ class Runner:
         self._attend = backend.record(lambda rows: attend(backend, model, kv, batch, buffers.first(rows)), max_rows)
         self._rest = backend.record(rest, logit_rows)
         self._forward = backend.record(lambda rows: forward(backend, model, kv, batch, buffers.first(rows)), max_rows)
-        # of rows that all choose a token: one call, or graph
+        # of rows that all choose a token: one call, or graph (a device has graphs of both kinds where both kinds of steps come)
         self._forward_and_head = backend.record(forward_and_head, max_seqs)
         self._forward_and_choose = backend.record(forward_and_choose, max_seqs)
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from cupaged.capacity import weights_bytes
 from cupaged.errors import ConfigError, shown
 from cupaged.presets import Device, ModelShape
-from cupaged.step_plan import StepPlan
+from cupaged.step_plan import Decodes, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class Work:
 
     @classmethod
     def of(cls, plan: StepPlan) -> Work:
+        if isinstance(plan.sequences, Decodes):
+            count, context = len(plan.sequences), int(plan.sequences.starts.sum(dtype=np.int64)) + len(plan.sequences)
+            return cls(count, count, count, context, context, len(plan.copies))
         tokens = sampled = context = looked_at = 0
         for item in plan.sequences:
             count, start = len(item.token_ids), item.start

@@ -22,7 +22,7 @@ from cupaged.params import BeamSearchParams, SamplingParams
 from cupaged.scheduler import Scheduler
 from cupaged.sequence import Request, Status
 from cupaged.sim.cost import Cost, Work
-from cupaged.step_plan import ModelOutput, StepPlan
+from cupaged.step_plan import Decodes, ModelOutput, StepPlan
 from cupaged.workloads.metrics import RequestTimes
 from cupaged.workloads.request import TraceRequest
 
@@ -56,9 +56,11 @@ class SimulatedModel:
     _next: int = field(default=FIRST_TOKEN)
 
     def run(self, plan: StepPlan) -> ModelOutput:
-        count = sum(len(item.samples) for item in plan.sequences)
+        count = len(plan.samples)
         tokens = np.arange(self._next, self._next + count, dtype=np.int64) % (1 << 30) + FIRST_TOKEN
         self._next += count
+        if isinstance(plan.sequences, Decodes):
+            return ModelOutput(tokens.astype(np.int32))
         offers = {item.seq_id: self._offer(item.seq_id, item.stop, item.num_candidates) for item in plan.sequences if item.num_candidates}
         return ModelOutput(tokens.astype(np.int32), candidates=offers)
 

@@ -51,10 +51,10 @@ class Stopwatch:
 
 
 class HostShare:
-    """Splits the wall time of full decode steps into the model's arithmetic, and what the host does around it.
+    """Splits the wall time of full decode steps into the model's arithmetic, the choice of the likeliest tokens among it, and what
+    the host does around it.
 
     batch       plan to arrays, checks, and the parameters of sampling
-    sampling    greedy, of all rows' logits
     outputs     what a request is told after a step, its text included
 
     The clock runs from one StepRecord to the next, so whatever happens between two steps counts in `total` as well.
@@ -67,7 +67,6 @@ class HostShare:
         self._watches = {
             "model": [Stopwatch(runner, name) for name in forward],
             "batch": [Stopwatch(batches, "build"), Stopwatch(runner._backend, "set_batch"), Stopwatch(runner._packer, "pack")],  # type: ignore[attr-defined]
-            "sampling": [Stopwatch(runner, "_sample")],
             "outputs": [Stopwatch(engine, "_reports")],
         }
         self._before = time.perf_counter()
