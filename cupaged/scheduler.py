@@ -391,6 +391,18 @@ class Scheduler:
         """Undo the latest plan in flight, which was not (fully) run: nothing of it counts, its tokens will be scheduled again."""
         self._land(plan, done=False)
         self._withdraw(plan.sequences, counted=True)  # the backend may have counted tokens that nobody got
+        self._distrust_copies(plan)
+
+    def _distrust_copies(self, plan: StepPlan) -> None:
+        """The next plan makes this one's copies, perhaps for the second time, and by then from blocks that this one has written
+        to: what a sequence had from there on, it computes again."""
+        written = plan.first_written if len(plan.copies) else {}
+        for source, copy in plan.copies.tolist():
+            for item in plan.sequences if source in written else ():
+                sequence = self._live.get(item.seq_id)
+                if sequence is not None and copy in item.blocks and sequence.num_computed > written[source]:
+                    sequence.num_computed = written[source]
+                    self.cache.take_back(sequence.seq_id, written[source])
 
     def _withdraw(self, items: Iterable[ScheduledSequence], *, counted: bool = False) -> None:
         """Take back runs that were scheduled, and what was promised to their sequences."""

@@ -176,6 +176,13 @@ class StepPlan:
         return (s.blocks for s in self.sequences)
 
     @property
+    def first_written(self) -> dict[int, int]:
+        """Block -> the first position that the sequences write there."""
+        size = self.block_size
+        starts = [(s, start) for s in self.sequences for start in (s.start, *range((s.start // size + 1) * size, s.stop, size))]
+        return {int(s.blocks[start // size]): start for s, start in starts}
+
+    @property
     def written_blocks(self) -> IntArray:
         """The blocks of the pool that the step changes, int32, in no order."""
         size = self.block_size

@@ -187,6 +187,7 @@ BUGS = (
     Bug("one sequence too many", SCHEDULER, (("if len(self._free_rows) < request.width or", "if len(self._free_rows) < request.width - 1 or"),)),
     Bug("rows of the batch unsorted", SCHEDULER, (("        draft.items.sort(key=lambda item: item.num_tokens > 1)\n", ""),)),
     Bug("a cancelled plan stays scheduled", SCHEDULER, (("                sequence.num_scheduled -= item.num_tokens\n                sequence.token_source", "                sequence.token_source"),)),
+    Bug("copies are made again from what was overwritten", SCHEDULER, (("        self._distrust_copies(plan)\n", ""),)),
     Bug("a cancelled plan keeps its penalty counts", SCHEDULER, (("self._withdraw(plan.sequences, counted=True)", "self._withdraw(plan.sequences)"),)),
     Bug("penalty counts not rebuilt on resume", SEQUENCE, (("        self.started = self.history_sent = False\n", "        self.started = False\n"),)),
     Bug("prompt logprobs reported twice", SCHEDULER, (("            request.prompt_candidates.clear()", "            pass"),)),

@@ -339,3 +339,28 @@ def test_a_window_keeps_every_block_it_reads_and_no_other(window: int) -> None:
         assert np.flatnonzero(item.blocks >= 0)[0] == oldest // 4
         scheduler.apply(plan, model.run(plan))
     assert sequence.output_ids.tolist() == expected_output(np.array(prompt, np.int32), 12, window=window)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_copies_of_a_cancelled_plan_are_sound_even_if_it_was_computed(prefix_cache: bool) -> None:
+    """Answers that differ fork again after a preemption. The last one writes to the block that another was copied from, and
+    where that plan is cancelled after the model's work, the copy is made again."""
+    scheduler, model = make_scheduler(40, prefix_cache=prefix_cache), IntegerModel(40, 4)
+    request = make_request("a", range(22), 12, n=3)
+    scheduler.add(request)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        scheduler.apply(plan, model.run(plan))
+    scheduler._preempt(request)
+    cancelled = 0
+    while scheduler.has_unfinished():
+        plan = scheduler.schedule()
+        output = model.run(plan)
+        if len(plan.copies) and cancelled < 2:
+            scheduler.cancel(plan)
+            cancelled += 1
+        else:
+            scheduler.apply(plan, output)
+        scheduler.check_invariants()
+    assert cancelled == 2
+    assert [s.output_ids.tolist() for s in request.sequences] == [expected_output(request.prompt_token_ids, 12, index=i) for i in range(3)]

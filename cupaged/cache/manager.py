@@ -252,6 +252,13 @@ class CacheManager:
         for seq_id in seq_ids:
             self._tables[seq_id].num_computed += 1
 
+    def take_back(self, seq_id: int, num_computed: int) -> None:
+        """Of the sequence's tokens only the first `num_computed` have sound KV after all; none of the others is published."""
+        table = self._tables[seq_id]
+        if not table.num_published * self.block_size <= num_computed <= table.num_computed:
+            raise InvariantError(f"sequence {seq_id} takes back what it has published, or never committed")
+        table.num_computed = num_computed
+
     def _publish(self, table: BlockTable, tokens: IntArray, salt: str) -> None:
         """Put the blocks of these tokens into the tree; where it has equal ones already, the table takes those."""
         if not self.prefix_cache or table.num_released:
