@@ -136,7 +136,8 @@ class Streak:
             start = self._starts.item(place)
             if start != sequence.num_computed + sequence.num_scheduled or sequence.finish_reason is not None:
                 raise InvariantError(f"a streak goes on with sequence {sequence.seq_id} at {start}, which is elsewhere")
-            if place not in self._changed and not np.array_equal(self._blocks[place], self._cache.table(sequence.seq_id)):
+            blocks = self._blocks[place]
+            if place not in self._changed and not np.array_equal(blocks, self._cache.table(sequence.seq_id)[: len(blocks)]):
                 raise InvariantError(f"a streak goes on with blocks that sequence {sequence.seq_id} has no more")
 
 
