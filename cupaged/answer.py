@@ -32,9 +32,9 @@ class Answer:
 
         Where there are stop strings, it has to follow every token. All else is the same however many come at once.
         """
-        sequence = self._sequence
         if self._complete:
             return None
+        sequence = self._sequence
         new = sequence.output_ids[len(self._token_ids) :].tolist()
         self._token_ids += new
         if sequence.candidates:

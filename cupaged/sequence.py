@@ -141,7 +141,7 @@ class Sequence:
         "started",
         "stop_reason",
         "token_source",
-    )  # fmt: skip
+    )
 
     def __init__(self, seq_id: int, request: Request, index: int, tokens: IntArray) -> None:
         self.seq_id = seq_id

@@ -7,8 +7,8 @@ the step before, with each place moved on by one:
     tables        .   .  new block .   .  .         .   .  .
     token_ids     what the step before has chosen, or UNREAD while it is in flight
 
-So nothing is decided again for every sequence and every token; the rows stay in the order of the first plan. The scheduler ends a streak when anything else happens, and
-makes its next plan from the sequences themselves; what is said of them there is always up to date.
+So nothing is decided again for every sequence and every token; the rows stay in the order of the first plan. The scheduler ends
+a streak when anything else happens, and makes its next plan from the sequences themselves, which are always up to date.
 """
 
 from __future__ import annotations

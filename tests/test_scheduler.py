@@ -128,9 +128,10 @@ def test_the_latest_gives_way_and_resumes_with_its_whole_context() -> None:
 def test_a_prompt_that_just_fits_is_not_kept_out_by_a_block_that_is_cached_in_part() -> None:
     """Copying that block would take one more than the pool has."""
     scheduler, model = make_scheduler(5, block_size=2, max_seqs=1), IntegerModel(5, 2)
-    for name, prompt in (("short", [0]), ("long", [0, 1] * 4 + [0])):
-        scheduler.add(make_request(name, prompt, max_tokens=2))
+    prompts = [0], [0, 1] * 4 + [0]
+    sequences = [scheduler.add(make_request(str(len(prompt)), prompt, max_tokens=2)) for prompt in prompts]
     run_to_end(scheduler, model)
+    assert [s.output_ids.tolist() for s in sequences] == [expected_output(np.array(prompt), 2) for prompt in prompts]
 
 
 def test_preempted_requests_are_served_before_those_that_came_later() -> None:

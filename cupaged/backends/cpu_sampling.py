@@ -52,8 +52,7 @@ class _Ready:
 
 class Sampler:
     """`sampling.sample` by a crew. Decode steps choose by the same parameters from logits in the same place again and again: the
-    operation is made ready once for all of them.
-    """
+    operation is made ready once for all of them."""
 
     def __init__(self, crew: Crew, counts: TokenCounts) -> None:
         self._crew, self._counts = crew, counts
